@@ -264,6 +264,12 @@ def takes_all(rule: Rule) -> bool:
     return rule.by_step and is_mean and not rule.outer_optimizer
 
 
+def waits_for_all(rule: Rule, num_workers: int) -> bool:
+    """Returns whether every step of a job of so many workers waits for each of them."""
+    is_mean = rule.by_step and rule.fan_in(num_workers, num_workers) == num_workers
+    return bool(rule.gossip) or (is_mean and rule.window_s is None)
+
+
 def rounds_wait(rule: Rule) -> bool:
     """Returns whether each worker waits at the end of a round for its answer, of all moves.
 

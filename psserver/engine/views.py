@@ -64,6 +64,7 @@ class HeartbeatView:
     uneven: str  # How workers differ, with a remedy; empty: they do not.
     epochs: dict[int, int]  # Epoch of the directory of each table whose workers meet.
     fastest_step_s: float  # Of a step of the fastest worker without its waits; 0: not known.
+    others_ended: bool  # Whether a worker has ended by itself, in a job of a fixed number.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

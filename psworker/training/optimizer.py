@@ -489,7 +489,8 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         """Restores the shards' optimizer state and the model's weights on all workers.
 
         Every worker calls it, after it has loaded the model's weights; those of rank 0 (or the
-        lowest rank left) go to the shards.
+        lowest rank left) go to the shards. A worker that was started again, and calls it before its
+        first step while the others train on, takes the job's weights instead, and logs that.
 
         Args:
             state_dict: From `state_dict` of a wrapper, or of a plain torch optimizer.
@@ -512,7 +513,10 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
             if self._runs_inner:
                 self._inner.load_state_dict({**plain, "state": state_dict["state"]})
             self._inner.param_groups = self.param_groups
-            restore(self._table, loaded, self._companions)
+            if not restore(self._table, loaded, self._companions):
+                self._recovery.begin_anew("the others have passed load_state_dict()")
+                text = "worker %d continues from step %d of the job, not from the state of step %d"
+                log.warning(text, self._context.session.rank, self.steps, loaded.step)
 
     @property
     def _runs_inner(self) -> bool:

@@ -279,10 +279,13 @@ class TrainingTable:
     def _await_all(self, *, holds: bool = False) -> None:
         """Waits for all to begin: no worker may end before, as the job would be over then.
 
-        Where an update was made the others have begun, perhaps in a mode without this wait, or on a
-        first shard that has been lost since.
+        Where an update was made, the others have begun unless all of them come late too, to a job
+        that was restored: perhaps in a mode without this wait, or on a first shard that has been
+        lost since.
         """
-        if not (self.rule.by_step or self.exchange.has_updates):
+        if self.exchange.has_updates and not self.session.passed.at_start:
+            return
+        if not self.rule.by_step:
             self.session.agree_at(f"begin of {self.name}", 0, 0.0, meets=True, holds=holds)
 
     def begin(

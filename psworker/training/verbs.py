@@ -445,7 +445,7 @@ def _push(mine: NamedTensor, tensor: torch.Tensor, weight: float = 1.0) -> bool:
     session = mine.exchange.session
     if session.passed.came_late and not mine.has_pushed:
         table = f"{TENSOR}{mine.name}"
-        places = session.meet_or_pass(table)
+        places, _ = session.meet_or_pass(table)
         if places and table not in places:
             return False
     mine.push(tensor, weight)

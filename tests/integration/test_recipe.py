@@ -69,7 +69,7 @@ def begin(mode: str, state: bytes | None) -> tuple[Any, psworker.DistributedOpti
     optimizer = psworker.DistributedOptimizer(
         sgd(model.parameters()), model.named_parameters(), mode=mode, samples=16
     )
-    if state is not None:
+    if state is not None and optimizer.steps == 0:  # As the page says.
         optimizer.load_state_dict(torch.load(io.BytesIO(state)))
     return model, optimizer
 
@@ -133,16 +133,10 @@ def restored(me: Station, modes: list[str], job: str) -> list[tuple[int, int, fl
 
 @pytest.mark.slow
 def test_steps_continue_after_a_restore_and_a_change_of_the_mode(shards: Shards) -> None:
-    """A round that was open when the checkpoint was taken is not in it.
-
-    In an asynchronous mode a worker that comes when others have made a step begins behind that.
-    """
+    """A round that was open when the checkpoint was taken is not in it."""
     modes = ["ssgd", "asgd", "staleness", "local(steps=4)"]
-    results = shards.run(restored, modes, new_job())
-    begun = [[begun for begun, _, _ in found] for found in results]
-    assert [min(steps) for steps in zip(*begun, strict=True)] == [RESUMED, RESUMED, RESUMED, 4]
-    assert all((steps[0], steps[3]) == (RESUMED, 4) for steps in begun)
-    for found in results:
+    for found in shards.run(restored, modes, new_job()):
+        assert [begun for begun, _, _ in found] == [RESUMED, RESUMED, RESUMED, 4]
         assert [rest for _, *rest in found] == [[NUM_STEPS, 16 * NUM_STEPS]] * len(modes)
 
 

@@ -123,7 +123,7 @@ class Pace:
             return pb.Pace(
                 num_steps=self._num_steps,
                 steps_s=self._steps_s,
-                waits_s=min(self._waits_s, requests_s),
+                waits_s=min(self._waited_s, requests_s),  # Those after the last step are of none.
                 requests_s=requests_s,
                 step_s=self._step_s,
                 round_steps=self.round_steps,

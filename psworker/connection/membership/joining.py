@@ -37,8 +37,6 @@ LEAVE_TIMEOUT_S = 3.0
 RANK_RETRY_S = 0.2
 FORMER_MAX = 32  # Former incarnations of this process that are sent.
 GIVEN = "PACELINE_SERVERS (or servers=)"  # Where a worker has its addresses from.
-# Barriers that each worker passes once at its start; a late worker passes them alone.
-AT_START = ("load_state_dict",)
 SAY_AFTER_S = 5.0  # A wait is reported after this, and then each time it has doubled.
 FIRST_TIMEOUT_S = 5.0  # Timeout of each first call: the address may not be a shard's.
 
@@ -114,7 +112,7 @@ class Known:
             self.under_way = reply.under_way
             if reply.news:
                 log.warning("worker %d: %s", reply.rank, reply.news)
-            self.rounds |= {n: r for n, r in reply.rounds.items() if n not in AT_START}
+            self.rounds |= reply.rounds
 
 
 class PlaceWait:

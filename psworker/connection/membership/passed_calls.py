@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules.base import waits_for_all
 from pscore.table_names import TENSOR
 from pscore.table_spec import TableSpec
 from psworker.connection.membership.heartbeats import Heartbeats
@@ -80,16 +81,18 @@ class PassedCalls:
         """Asks again, and prepares the next request by the answers that have come.
 
         This worker withdraws if it has come late and others wait for it elsewhere, or train on
-        without it. It excuses those that have come later and wait for its step.
+        without it. It excuses those that have come later and wait for its step, unless all have to
+        come: a change of the job needs all.
         """
         self._heartbeats.hurry(all_shards=True)
         self.wait_ms = min(2 * self.wait_ms, WAIT_MS_MAX)
         answers = zip(self._links, self._beats, strict=True)
         links = [link for link, beats in answers if link.num_beats >= beats]
         del request.excuses[:]
-        request.excuses.extend({rank for link in links for rank in link.awaited_by})
-        if self.came_late and (self.at_start or not request.excuses):
-            self.places = [place for link in links for place in link.awaited_at]
+        awaited_by = {rank for link in links for rank in link.awaited_by}
+        request.excuses.extend(awaited_by if not request.holds else ())
+        if self.came_late and (self.at_start or not awaited_by):
+            self.places = list(dict.fromkeys(place for link in links for place in link.awaited_at))
             step_on = any(link.others_step for link in links)
             if not self.places and self.at_start and self._is_free and step_on:
                 self.places.append(LATER_STEPS)
@@ -97,9 +100,9 @@ class PassedCalls:
 
     @property
     def _is_free(self) -> bool:
-        """Whether no step of others waits for this worker: it has no table, or an asynchronous one.
+        """Whether steps of others do without this worker: it has no table, or in such a mode.
 
         Else they may be on their way to where it waits, and wait for its step only behind that.
         """
         rules = [spec.rule for spec in self._specs.values() if not spec.name.startswith(TENSOR)]
-        return not any(rule.by_step or rule.gossip for rule in rules)
+        return not any(waits_for_all(rule, self._member.num_workers) for rule in rules)

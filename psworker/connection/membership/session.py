@@ -311,40 +311,46 @@ class Session:
         """
         self.agree(name, 0.0, holds=holds)
 
-    def meet_or_pass(self, name: str) -> list[str]:
-        """Waits as `barrier` does between two steps, unless workers wait for each other elsewhere.
+    def meet_or_pass(
+        self, name: str, value: float = 0.0, *, holds: bool = False
+    ) -> tuple[list[str], float]:
+        """Waits as `agree` does between two steps, unless workers wait for each other elsewhere.
 
-        Others that came late, and begin behind the barrier, are not waited for.
+        Others that came late, and begin behind the barrier, are not waited for, unless it `holds`.
+
+        Args:
+            value: This process's value, 0 or more.
+            holds: As for `barrier`.
 
         Returns:
-            Nothing, once all have met; or the places at which others wait for this worker: it came
-            late, and they have passed this barrier. Then it has not been there.
+            No place and the largest value, once all have met; or the places at which others wait
+            for this worker: it came late, and they have passed this barrier. Then it has not been
+            there.
 
         Raises:
             PacelineError: This worker is no longer part of the job, or a shard does not answer.
         """
+        largest = self.group.largest(value)
 
-        def wait() -> list[str]:
+        def wait() -> tuple[list[str], float]:
             number = self._joining.known.rounds.get(name, 0)
+            arrival = self._arrival(name, number, largest, holds=holds)
             with self.passed.asked() as passed:
-                reply = self._await_round(
-                    self._arrival(name, number, 0.0), meets=True, passed=passed
-                )
+                reply = self._await_round(arrival, meets=True, passed=passed)
                 if reply.done:
                     self._joining.known.rounds[name] = number + 1
-                    return []
+                    return [], reply.value
                 self.refilling.arrivals.pop(name, None)
-                return passed.places
+                return passed.places, 0.0
 
-        self.group.barrier()
         if settled := self.passed.settled(name):
-            return settled
-        places = list(self.group.led(wait))
+            return settled, 0.0
+        places, value = self.group.led(wait)
         self.passed.note(name, places)
         if places and name not in places:  # Else they wait for this worker's tensor.
             text = "worker %d does not wait at %s: the others have passed it, and wait for %s"
             log.warning(text, self.rank, name, ", ".join(places))
-        return places
+        return list(places), float(value)
 
     def agree(self, name: str, value: float, *, holds: bool = False) -> float:
         """Waits as `barrier` does, and returns the maximum of all processes' values.
@@ -377,7 +383,8 @@ class Session:
             number: Number of the round, at least that of the one before.
             value: This worker's value, 0 or more; in a group its leader's counts.
             meets: Whether this worker is between two steps, and meets workers that come meanwhile:
-                they wait for it before they reach the barrier.
+                they wait for it before they reach the barrier. If it came late, and has made no
+                step, it waits no longer than `meet_or_pass`.
             holds: As for `barrier`.
 
         Returns:
@@ -390,7 +397,9 @@ class Session:
         arrival = self._arrival(name, number, value, holds=holds)
 
         def wait() -> tuple[float, int]:
-            reply = self._await_round(arrival, meets=meets)
+            is_late = meets and self.passed.at_start
+            with self.passed.asked() if is_late else contextlib.nullcontext() as passed:
+                reply = self._await_round(arrival, meets=meets, passed=passed)
             return reply.value, reply.newest
 
         largest, newest = self.group.led(wait)

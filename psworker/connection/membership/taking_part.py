@@ -67,8 +67,25 @@ def is_lowest(session: Session, name: str) -> bool:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     rank = session.process_rank
-    lowest = PROCESSES_MAX - session.agree(name, PROCESSES_MAX - rank, holds=True)
-    return rank in {0, lowest}
+    return _holds_lowest(rank, session.agree(name, PROCESSES_MAX - rank, holds=True))
+
+
+def is_lowest_or_passed(session: Session, name: str) -> tuple[bool, list[str]]:
+    """Returns `is_lowest`; or, of a worker that came late, where the others are instead.
+
+    Raises:
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
+    """
+    rank = session.process_rank
+    places, largest = session.meet_or_pass(name, PROCESSES_MAX - rank, holds=True)
+    if not places and session.group.led(lambda: _beat(session).others_ended):
+        session.barrier(name)  # Others may join again.
+        places = ["the end of the job"]
+    return _holds_lowest(rank, largest), places
+
+
+def _holds_lowest(rank: int, largest: float) -> bool:
+    return rank in {0, PROCESSES_MAX - largest}
 
 
 def is_first(session: Session) -> bool:
@@ -79,6 +96,11 @@ def is_first(session: Session) -> bool:
     """
     if session.rank == 0:
         return True
+    return int(_beat(session).first) == session.rank
+
+
+def _beat(session: Session) -> pb.HeartbeatReply:
+    """Returns the first shard's answer to a heartbeat that is not part of the regular ones."""
     request = pb.HeartbeatRequest(
         job=session.job,
         worker=session.rank,
@@ -86,7 +108,8 @@ def is_first(session: Session) -> bool:
         waiting_for=session.waits,
     )
     first = session.links[0]
-    return int(first.call(first.control.Heartbeat, request).first) == session.rank
+    reply: pb.HeartbeatReply = first.call(first.control.Heartbeat, request)
+    return reply
 
 
 def _change(session: Session, request: pb.ChangeRequest, links: Sequence[Link]) -> None:

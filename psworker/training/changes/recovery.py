@@ -206,6 +206,15 @@ class WorkerRecovery:
         self._gradients.end()
         self._gradients.begin_again()
 
+    def begin_anew(self, reason: str) -> None:
+        """Joins again between two steps: the job's weights count, and not those of the model here.
+
+        Raises:
+            PacelineError: As from `come_back`.
+        """
+        self.note(ReplacedError(reason), is_between=True)
+        self.come_back()
+
     def start(self, begin: Callable[[], None]) -> None:
         """Starts training; a worker that is lost meanwhile rejoins and starts again.
 

@@ -167,20 +167,29 @@ def read_state(
     )
 
 
-def restore(table: TrainingTable, loaded: LoadedState, companions: Sequence[Companion]) -> None:
+def restore(table: TrainingTable, loaded: LoadedState, companions: Sequence[Companion]) -> bool:
     """Restores a state on the shards, from the lowest rank, and here; all workers call it.
 
     Args:
         companions: The tables beside it, which stay, and count their steps from that of the state.
 
+    Returns:
+        Whether it has; not for a worker that came late, if the others have gone on since: the job
+        would go back, and they do not come here.
+
     Raises:
         PacelineError: A shard refused something, or does not answer.
     """
-    table.local_step.part()
-    table.settle()
-    for companion in companions:
-        companion.flush()
-    if taking_part.is_lowest(table.session, BARRIER):
+    session = table.session
+    if session.passed.at_start:  # It has pushed nothing, and others may wait for its first step.
+        is_lowest, places = taking_part.is_lowest_or_passed(session, BARRIER)
+        if places:
+            return False
+        _end_steps(table, companions)
+    else:
+        _end_steps(table, companions)
+        is_lowest = taking_part.is_lowest(session, BARRIER)
+    if is_lowest:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
         for companion in companions:
             companion.locate(loaded.step)
@@ -188,6 +197,15 @@ def restore(table: TrainingTable, loaded: LoadedState, companions: Sequence[Comp
         table.local_step.share_state()
     table.continue_from(loaded.step, loaded.samples_seen, BARRIER)
     table.exchange.load_compressor_state(loaded.compressor)
+    return True
+
+
+def _end_steps(table: TrainingTable, companions: Sequence[Companion]) -> None:
+    """Waits until the shards have counted the steps of this worker, and begins no other."""
+    table.local_step.part()
+    table.settle()
+    for companion in companions:
+        companion.flush()
 
 
 def _state_of(table: TrainingTable, flat: torch.Tensor, index: int, name: str) -> torch.Tensor:

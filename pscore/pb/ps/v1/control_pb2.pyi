@@ -397,7 +397,7 @@ class LeftOut(_message.Message):
     def __init__(self, table: _Optional[int] = ..., steps: _Optional[int] = ..., count: _Optional[int] = ..., since: _Optional[int] = ...) -> None: ...
 
 class HeartbeatReply(_message.Message):
-    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s", "next_address", "former_instance", "first", "awaited_at", "others_step", "awaited_by")
+    __slots__ = ("waiting_for", "instance", "residual_requests", "live", "uneven", "epochs", "fastest_step_s", "next_address", "former_instance", "first", "awaited_at", "others_step", "awaited_by", "others_ended")
     class EpochsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -418,6 +418,7 @@ class HeartbeatReply(_message.Message):
     AWAITED_AT_FIELD_NUMBER: _ClassVar[int]
     OTHERS_STEP_FIELD_NUMBER: _ClassVar[int]
     AWAITED_BY_FIELD_NUMBER: _ClassVar[int]
+    OTHERS_ENDED_FIELD_NUMBER: _ClassVar[int]
     waiting_for: str
     instance: int
     residual_requests: _containers.RepeatedCompositeFieldContainer[ResidualRequest]
@@ -431,7 +432,8 @@ class HeartbeatReply(_message.Message):
     awaited_at: _containers.RepeatedScalarFieldContainer[str]
     others_step: bool
     awaited_by: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ..., next_address: _Optional[str] = ..., former_instance: _Optional[int] = ..., first: _Optional[int] = ..., awaited_at: _Optional[_Iterable[str]] = ..., others_step: bool = ..., awaited_by: _Optional[_Iterable[int]] = ...) -> None: ...
+    others_ended: bool
+    def __init__(self, waiting_for: _Optional[str] = ..., instance: _Optional[int] = ..., residual_requests: _Optional[_Iterable[_Union[ResidualRequest, _Mapping]]] = ..., live: _Optional[_Iterable[int]] = ..., uneven: _Optional[str] = ..., epochs: _Optional[_Mapping[int, int]] = ..., fastest_step_s: _Optional[float] = ..., next_address: _Optional[str] = ..., former_instance: _Optional[int] = ..., first: _Optional[int] = ..., awaited_at: _Optional[_Iterable[str]] = ..., others_step: bool = ..., awaited_by: _Optional[_Iterable[int]] = ..., others_ended: bool = ...) -> None: ...
 
 class ResidualRequest(_message.Message):
     __slots__ = ("table", "step", "slices")

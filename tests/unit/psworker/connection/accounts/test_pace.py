@@ -86,7 +86,12 @@ def test_waits_are_a_part_of_the_requests() -> None:
     clock.now_s += 4.0
     push.set_result(0)
     pace.waited(1.0)
+    assert pace.message().waits_s == 0.0, "the step that it is a part of has no time yet"
+    pace.end_step()
     assert (pace.message().waits_s, pace.message().requests_s) == (1.0, 4.0)
+    pace.waited(1.0)
+    pace.waited_for_peer(1.0)
+    assert pace.message().waits_s == 1.0, "behind the last step"
 
 
 def test_the_speed_is_that_of_computing_beside_the_fastest_worker() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pscore.pb.ps.v1 import control_pb2 as pb
+from pscore.rules import parse_mode
 from pscore.rules.asgd import ASGD
 from pscore.rules.ssgd import SSGD
 from psworker.connection.membership.passed_calls import (
@@ -23,7 +24,7 @@ def link(**answers: Any) -> Any:
 
 def passed_of(links: list[Any], specs: dict[int, Any], *, came_late: bool = True) -> PassedCalls:
     heartbeats: Any = SimpleNamespace(hurry=lambda all_shards: None)
-    member: Any = SimpleNamespace(asks=False)
+    member: Any = SimpleNamespace(asks=False, num_workers=3)
     passed = PassedCalls(member, links, heartbeats, specs)
     passed.came_late = passed.at_start = came_late
     return passed
@@ -87,6 +88,15 @@ def test_answers_to_heartbeats_that_were_under_way_do_not_count() -> None:
     assert passed.wait_ms < WAIT_MS_MAX
 
 
+def test_no_one_is_excused_from_a_barrier_to_which_all_have_to_come() -> None:
+    links, request = [link(awaited_by=[2])], pb.BarrierRequest(holds=True)
+    passed = passed_of(links, {}, came_late=False)
+    with passed.asked():
+        links[0].num_beats += ASKED_BEATS
+        passed.ask(request)
+    assert not request.excuses
+
+
 def test_a_worker_that_began_with_the_others_excuses_late_ones_and_waits() -> None:
     links = [link(awaited_at=["model"], awaited_by=[2]), link(awaited_by=[2, 1])]
     assert ask(passed_of(links, {}, came_late=False), links) == (False, [1, 2])
@@ -99,8 +109,11 @@ def test_a_worker_that_began_with_the_others_excuses_late_ones_and_waits() -> No
         ({0: SimpleNamespace(name="tensor.mean", rule=SSGD())}, True),
         ({0: SimpleNamespace(name="model", rule=ASGD())}, True),
         ({0: SimpleNamespace(name="model", rule=SSGD())}, False),
+        ({0: SimpleNamespace(name="model", rule=SSGD(backup=1))}, True),
+        ({0: SimpleNamespace(name="model", rule=parse_mode("diloco(steps=2, quorum=2)"))}, True),
+        ({0: SimpleNamespace(name="model", rule=parse_mode("dpsgd"))}, False),
     ],
-    ids=["no table", "a tensor", "asynchronous", "by step"],
+    ids=["no table", "a tensor", "asynchronous", "by step", "backup", "quorum", "exchange"],
 )
 def test_a_late_worker_waits_for_no_one_who_trains_on_without_it(
     specs: dict[int, Any], withdraws: bool

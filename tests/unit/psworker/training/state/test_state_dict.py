@@ -30,6 +30,7 @@ class FakeShards:
         self.layout, self.num_state, self.counts = layout, num_state, counts
         self.step, self.own, self.num_workers = 4, range(len(layout.slices)), 1
         self.process_rank, self.lowest = 0, 0
+        self.passed = SimpleNamespace(at_start=False)
         self.rule, self.spec = SSGD(), SimpleNamespace(compressor="none")
         self.session, self.clocks = self, SimpleNamespace(num_fragments=1)
         self.log: list[str] = []
@@ -56,6 +57,13 @@ class FakeShards:
         """Returns the largest value of all processes."""
         self.log.append("agree")
         return max(value, PROCESSES_MAX - self.lowest)
+
+    def meet_or_pass(
+        self, name: str, value: float, *, holds: bool = False
+    ) -> tuple[list[str], float]:
+        """Returns where the others wait for this worker, which comes late."""
+        self.log.append("pass")
+        return ["model"], 0.0
 
     def peek(
         self, pull_buffers: Mapping[int, PullBuffer], push_pull: Any, *, with_state: bool
@@ -208,10 +216,10 @@ def test_entries_of_paceline_are_kept_apart() -> None:
     assert own["compressor_state"]["residual"].unique().tolist() == [0.25]
 
 
-def load(table: FakeTable, state: dict[str, Any]) -> None:
+def load(table: FakeTable, state: dict[str, Any]) -> bool:
     loaded = read_state(table, table.inner.param_groups, state)
     table.inner.load_state_dict({"state": {}, "param_groups": state["param_groups"]})
-    restore(table, loaded, [])
+    return restore(table, loaded, [])
 
 
 @pytest.mark.parametrize("make", [sgd, adam])
@@ -243,6 +251,14 @@ def test_other_workers_only_wait_and_fetch() -> None:
     load(table, saved)
     assert table.loaded == []
     assert [table.shards.log.count(wait) for wait in ("agree", "barrier")] == [1, 1]
+
+
+def test_a_worker_that_comes_late_loads_nothing_where_the_others_wait_for_it() -> None:
+    saved = state_of(FakeTable(sgd, counts=[7, 3]))
+    table = FakeTable(sgd, counts=[0, 0])
+    table.shards.passed.at_start = True
+    assert not load(table, saved)
+    assert (table.loaded, table.shards.log) == ([], ["pass"])
 
 
 def test_the_lowest_rank_loads_where_rank_0_has_left() -> None:

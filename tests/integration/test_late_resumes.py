@@ -1,0 +1,94 @@
+"""A worker that is started again resumes from a file, as its script does at every start."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import psworker
+from tests.integration.cluster import Shards, Station, new_job, results_of
+
+NUM, NUMEL = 3, 9000  # Two slices on two shards.
+STEPS, EPOCH, SAVED, KILLED = 40, 20, 6, 14
+LEASE_S = 3.0
+MODES = ("ssgd", "ssd(steps=4)", "asgd", "ssp", "local(steps=2)", "dpsgd(average_every=6)", "adpsgd(average_every=6)")
+
+
+def make(mode: str) -> tuple[torch.nn.Module, Any]:
+    model = torch.nn.Linear(NUMEL, 1)
+    torch.nn.init.zeros_(model.weight)
+    inner = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.0)
+    return model, psworker.DistributedOptimizer(inner, model.named_parameters(), mode=mode)
+
+
+def step(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        for value in group["params"]:
+            value.grad = torch.ones_like(value)
+    optimizer.step()
+
+
+def saves(me: Station, mode: str, path: str) -> None:
+    """Trains and saves its state, as a run before."""
+    model, optimizer = make(mode)
+    while optimizer.steps < SAVED:
+        step(optimizer)
+    with optimizer.global_weights():
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        if me.rank == 0:
+            torch.save(state, path)
+    psworker.barrier()
+    optimizer.close()
+
+
+def resumes(me: Station, mode: str, path: str, meets: bool, is_again: bool) -> tuple[int, int]:
+    """Trains from the state of a file, perhaps with a barrier in between.
+
+    Returns:
+        The first and the last step.
+    """
+    psworker.init()
+    if is_again:
+        me.tell()
+    model, optimizer = make(mode)
+    state = torch.load(path, weights_only=True)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    first = optimizer.steps
+    while optimizer.steps < STEPS:
+        step(optimizer)
+        if optimizer.steps == KILLED and not is_again:
+            me.tell()
+            me.hear()
+        if optimizer.steps == EPOCH and meets:
+            psworker.barrier("epoch")
+    optimizer.close()
+    return first, optimizer.steps
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("mode", "meets"), [*((mode, True) for mode in MODES), ("asgd", False)])
+def test_a_worker_that_is_started_again_does_not_set_the_others_back(
+    mode: str, meets: bool, tmp_path: Path
+) -> None:
+    """It loaded the file alone, and the job lost its steps since; the others may have ended too."""
+    path = str(tmp_path / "state.pt")
+    with Shards(2, lease_s=LEASE_S) as shards:
+        shards.run(saves, mode, path, num_workers=NUM, job=new_job())
+        job = new_job()
+        with shards.workers(resumes, mode, path, meets, False, num_workers=NUM, job=job) as workers:
+            for worker in workers:
+                worker.hear()
+            workers[0].kill()
+            with shards.workers(
+                resumes, mode, path, meets, True, num_workers=NUM, ranks=[0], job=job
+            ) as (again,):
+                again.hear()
+                for worker in workers[1:]:
+                    worker.tell()
+                (begun, last), *others = results_of([again, *workers[1:]])
+                assert "of the job, not from the state of step 6" in again.written()
+    assert others == [(SAVED, STEPS)] * (NUM - 1)
+    assert begun >= KILLED
+    assert last == STEPS
