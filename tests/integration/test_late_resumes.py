@@ -12,7 +12,15 @@ from tests.integration.cluster import Shards, Station, new_job, results_of
 NUM, NUMEL = 3, 9000  # Two slices on two shards.
 STEPS, EPOCH, SAVED, KILLED = 40, 20, 6, 14
 LEASE_S = 3.0
-MODES = ("ssgd", "ssd(steps=4)", "asgd", "ssp", "local(steps=2)", "dpsgd(average_every=6)", "adpsgd(average_every=6)")
+MODES = (
+    "ssgd",
+    "ssd(steps=4)",
+    "asgd",
+    "ssp",
+    "local(steps=2)",
+    "dpsgd(average_every=6)",
+    "adpsgd(average_every=6)",
+)
 
 
 def make(mode: str) -> tuple[torch.nn.Module, Any]:
