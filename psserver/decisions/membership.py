@@ -324,12 +324,6 @@ class Membership:
             self._attendance, self.has_ended = None, False
         return over
 
-    @property
-    def have_ended(self) -> bool:
-        """Whether any worker has ended by itself, in a job whose workers do not come and go."""
-        has_left = any(member.presence is Presence.LEFT for member in self.members.values())
-        return has_left and not self.is_elastic
-
     def expected(self) -> list[int]:
         """Returns the ranks that a step waits for, in order: live ones and absent ones.
 

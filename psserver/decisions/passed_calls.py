@@ -12,6 +12,7 @@ from collections.abc import Collection
 from typing import NamedTuple
 
 from psserver.decisions.job import Job
+from psserver.decisions.membership import Membership, Presence
 
 EXCHANGE = "an exchange of models"
 
@@ -52,6 +53,12 @@ def others_of(job: Job, rank: int, barriers: Collection[str]) -> Others:
         awaited_by=sorted(later & set().union(*steps.values())),
         others_step=any(members[one].pace.num_steps > rest.num_steps.get(one, 0) for one in others),
     )
+
+
+def have_ended(membership: Membership) -> bool:
+    """Returns whether a worker has ended by itself, in a job whose workers do not come and go."""
+    has_left = any(member.presence is Presence.LEFT for member in membership.members.values())
+    return has_left and not membership.is_elastic
 
 
 def _waits_for_steps(job: Job, rank: int) -> dict[str, set[int]]:

@@ -354,7 +354,7 @@ class RunningJob:
                 or self._unlike(is_first=pace is not None),
                 epochs={table: self.job.directory(table).epoch for table in self.job.directories},
                 fastest_step_s=fastest_s(members[rank].pace for rank in live),
-                others_ended=self.job.membership.have_ended,
+                others_ended=passed_calls.have_ended(self.job.membership),
             )
 
     def _unlike(self, *, is_first: bool) -> str:

@@ -1,7 +1,7 @@
 """Workers that wait for each other at different places, as one that asks is told."""
 
 from pscore.types import Pull
-from psserver.decisions.passed_calls import NOTHING, others_of
+from psserver.decisions.passed_calls import NOTHING, have_ended, others_of
 from psserver.decisions.worker_reports import ReportedPace
 from tests.unit.psserver.decisions.test_jobs_and_tables import push, ready
 
@@ -52,6 +52,17 @@ def test_a_worker_is_told_whether_the_others_make_steps() -> None:
     assert not others_of(job, 0, []).others_step
     members[1].pace = ReportedPace(num_steps=8)
     assert others_of(job, 0, []).others_step
+
+
+def test_workers_that_end_by_themselves_are_at_the_jobs_end_unless_they_come_and_go() -> None:
+    _, job, _ = ready(3)
+    members = job.membership
+    members.leave(1, members.members[1].incarnation, "its script failed", failed=True)
+    assert not have_ended(members)
+    members.leave(2, members.members[2].incarnation, "its script is over")
+    assert have_ended(members)
+    members.is_elastic = True
+    assert not have_ended(members)
 
 
 def test_a_worker_whose_push_is_parked_waits_too() -> None:
