@@ -193,7 +193,7 @@ def test_a_shard_that_lost_its_folder_while_all_were_down_is_restored_by_the_com
         assert not any(worker.is_over() for worker in workers)  # Drops what they have told so far.
         words = ("--job", "night", "--servers", ",".join(addresses))
         command, folder = Command(tmp_path), first.state / "checkpoints"
-        refused = command.run("restore", folder, "--servers", addresses[0], code=6)
+        refused = command.run("restore", folder, "--servers", addresses[0], code=1)
         assert "there are 2 shards here: give --servers the addresses of all" in refused.stderr
         command.run("restore", folder, *words)
         reach(workers, 2 * max(worker.hear(DEADLINE_S) for worker in workers))
