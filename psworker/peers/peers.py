@@ -95,7 +95,7 @@ class Peers:
         Raises:
             PacelineError: This worker is no longer part of the job, or the shard does not answer.
         """
-        self.gossip, self.epoch, self._since = gossip, 0, 0
+        self.gossip, self.epoch, self._since, self.has_parted = gossip, 0, 0, False
         self.run(gossip.start())
         self._service.on_offer = gossip.on_offer
         self._session.heartbeats.peer_reports[self.table] = self.report
@@ -151,12 +151,23 @@ class Peers:
         assert self.gossip is not None
         self._flush(lambda: True)
         self.run(self.gossip.part())
-        parts = Meet(self.gossip.number, waits=False, parts=True)
-        self._flush(lambda: bool(self._meet(parts)))
+        self._flush(self.say_parted)
         self._service.on_offer = None
         self.gossip.end()
         self.has_parted = True
         self._session.heartbeats.peer_reports.pop(self.table, None)
+
+    def say_parted(self) -> bool:
+        """Tells the directory that this worker has parted, which a restarted shard forgets.
+
+        Returns:
+            Whether workers have met without this one.
+
+        Raises:
+            PacelineError: This worker is no longer part of the job, or the shard does not answer.
+        """
+        assert self.gossip is not None
+        return bool(self._meet(Meet(self.gossip.number, waits=False, parts=True)))
 
     def _flush(self, moved: Callable[[], bool]) -> None:
         """Waits, not for long, until everything that was sent is acknowledged.

@@ -148,9 +148,10 @@ class RowTables:
         session, name = self.exchange.session, self.exchange.spec.name
         is_new = name not in session.known_tables
         if is_new and any(table.pretrained is not None for table in self._tables):
-            if taking_part.is_lowest(session, name):
-                self._upload(given=True)
-            session.barrier(name)  # Parts of them are no first rows for anybody.
+            # Parts of them are no first rows for anybody.
+            bring = functools.partial(self._upload, given=True)
+            is_mine = taking_part.is_lowest(session, name)
+            taking_part.bring_once(session, name, bring, is_mine=is_mine)
         elif is_new and session.process_rank == 0:
             self._upload(given=False)
         elif is_new and session.group.is_leader:

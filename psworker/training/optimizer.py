@@ -357,11 +357,12 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         handover.require_possible(former, rule, plugin)
         require_sizes(rule, former.session.num_workers, 0)
         kept = self._leave_table()
-        kept = handover.hand_over(
-            former, recovery, kept, self._inner, self.param_groups, rule, plugin
-        )
-        former.local_step.close()
-        self._replace_table(kept, rule, plugin)
+        with growth.following(former):
+            kept = handover.hand_over(
+                former, recovery, kept, self._inner, self.param_groups, rule, plugin
+            )
+            former.local_step.close()
+            self._replace_table(kept, rule, plugin)
 
     def _choose_mode(self) -> None:
         """Changes to the mode that the job has chosen, if its mode was left open."""
@@ -585,7 +586,9 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         plugin, session = table.optimizer, table.session
         self._declaration.spec(table.name, self, self.rule, plugin, session).layout()
         table.require_hyper(self.param_groups)
-        self._replace_table(self._leave_table(), self.rule, plugin)
+        kept = self._leave_table()
+        with growth.following(table):
+            self._replace_table(kept, self.rule, plugin)
 
     def _leave_table(self) -> growth.Kept:
         """Ends training with the present table, and with this wrapper unless the next one starts.

@@ -68,9 +68,11 @@ class TrainingTable:
         means: The mean gradients, where those are pulled and the workers run the optimizer; None:
             weights are pulled.
         publish_every: Updates from one version for readers to the next; None: there are none.
+        is_left: Whether all workers have left it, for the table that follows.
     """
 
     means: MeanGradients | None = None
+    is_left = False
 
     def __init__(
         self,
@@ -448,12 +450,8 @@ class TrainingTable:
     def _follow(self) -> None:
         """Changes to the mode that the others have taken without this worker."""
         known = self.session.known_tables
-        if next_name(self.name) in known:
-            raise JobMismatchError(
-                f"job {self.session.job!r} has changed its mode or its model has grown without "
-                "this worker: start this worker again, with the mode and all parameters that the "
-                "job has by now"
-            )
+        if self.is_left or next_name(self.name) in known:
+            raise gone_on(self.session.job)
         mode = known.get(self.name) or str(self.rule)
         if mode == str(self.rule):
             return
@@ -480,6 +478,14 @@ class TrainingTable:
             self.flat.gather_weights()
             self.replica.round.shift(self.flat.weights - before)
         self.flat.note_weights()
+
+
+def gone_on(job: str) -> JobMismatchError:
+    """Returns the error of a worker that the others have left behind in the former table."""
+    return JobMismatchError(
+        f"job {job!r} has changed its mode or its model has grown without this worker: start this "
+        "worker again, with the mode and all parameters that the job has by now"
+    )
 
 
 def _can_hold(spec: TableSpec, session: Session) -> bool:

@@ -11,6 +11,7 @@ import torch
 
 import psworker
 from pscore.errors import JobMismatchError
+from psworker.connection.exchange.exchange import Exchange
 from psworker.connection.membership import taking_part
 from psworker.connection.membership.joining import PlaceWait
 from psworker.training.changes import growth
@@ -119,6 +120,39 @@ def test_a_change_goes_on_where_the_worker_dies_that_uploads_the_state(after: st
         step, weights = second.result()
     assert step == STEPS
     assert (weights == -STEPS).all()
+
+
+def dies_loading(me: Station) -> np.ndarray:
+    """Goes back to a state; the first worker stops when it has uploaded one of two slices."""
+    named = parameters()
+    optimizer = make(named, "ssgd")
+    train(optimizer, STEPS)
+    state = optimizer.state_dict()
+    train(optimizer, 2 * STEPS)
+    for _, value in named:
+        value.data.fill_(-float(STEPS))
+    real = Exchange.load
+
+    def load(*given: Any, **more: Any) -> None:
+        real(*given, **more)
+        given[0].flush()
+        me.tell()
+        me.hear()
+
+    with mock.patch.object(Exchange, "load", real if me.rank else load):
+        optimizer.load_state_dict(state)
+    train(optimizer, STEPS + 1)
+    optimizer.close()
+    return torch.cat([value.detach() for _, value in named]).numpy()
+
+
+@pytest.mark.slow
+def test_a_state_is_loaded_whole_where_the_worker_dies_that_uploads_it() -> None:
+    """The others continued with one slice of the state, and another of before."""
+    with Shards(2, lease_s=3.0) as shards, shards.workers(dies_loading) as (first, second):
+        first.hear()
+        first.kill()
+        assert (second.result() == -(STEPS + 1)).all()
 
 
 def changes_and_waits(me: Station) -> int:
@@ -286,6 +320,48 @@ def test_a_worker_that_was_away_does_not_train_a_table_that_the_others_have_left
             worker.tell()
         for weights in results_of(workers[:2]):
             assert (weights < 0).all()
+
+
+def stops_in_change(me: Station, name: str, place: str) -> int:
+    """Trains and changes the job; the second worker is stopped in the change."""
+    before, after, _ = CHANGES[name]
+    owner: Any = {"step_aside": taking_part, "take_over": growth}[place]
+    named = parameters()
+    named[1][1].requires_grad = name != "growth"
+    optimizer = make(named, before)
+    train(optimizer, STEPS)
+    real = getattr(owner, place)
+
+    def stops(*given: Any) -> Any:
+        me.tell()
+        me.hear()
+        return real(*given)
+
+    with mock.patch.object(owner, place, stops if me.rank else real):
+        if name == "growth":
+            named[1][1].requires_grad = True
+        else:
+            optimizer.set_mode(after)
+        train(optimizer, 2 * STEPS)
+    optimizer.close()
+    return int(optimizer.steps)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("place", ["step_aside", "take_over"])
+@pytest.mark.parametrize("name", ["dpsgd", "back", "growth"])
+def test_a_worker_that_is_lost_while_the_job_takes_another_table_says_what_to_do(
+    shards: Shards, name: str, place: str
+) -> None:
+    job = new_job()
+    with shards.workers(stops_in_change, name, place, job=job) as (first, second):
+        second.hear()
+        second.kill(signal.SIGSTOP)
+        assert first.result() == 2 * STEPS
+        second.kill(signal.SIGCONT)
+        second.tell()
+        with pytest.raises(WorkerError, match=r"JobMismatchError: .*start this worker again"):
+            second.result()
 
 
 def changes_when_told(me: Station) -> int:

@@ -12,6 +12,7 @@ import torch
 import psworker
 from pscore.net.credentials import ANYONE
 from psserver.remote import checkpoint
+from psworker.rows.row_exchange import RowExchange
 from psworker.rows.row_tables import RowTables
 from psworker.training.table import TrainingTable
 from tests.integration.cluster import Shards, Station, new_job, results_of, wait_until
@@ -191,6 +192,29 @@ def test_a_worker_that_was_stopped_while_its_job_began_anew_brings_the_first_row
             for found in results_of([first, again]):
                 count = 1.0 if mode == "ssp" else 0.5
                 assert found == [count + (given or 0.0)] * (2 * STEPS * IDS)
+
+
+def dies_bringing(me: Station) -> list[float]:
+    """Trains; the first worker stops when it has brought the first rows of one slice."""
+    torch.set_num_threads(1)
+
+    def wait(_: RowExchange) -> None:
+        me.tell()
+        me.hear()
+
+    if me.rank == 0:
+        after(RowExchange, "load", wait)
+    return train_to_the_end(me, "ssgd", 2.0, False)
+
+
+@pytest.mark.slow
+def test_another_worker_brings_the_first_rows_where_the_first_one_dies_meanwhile() -> None:
+    """It waited for ever for those that the other had not brought."""
+    with Shards(2, lease_s=3.0) as shards, shards.workers(dies_bringing) as (first, second):
+        first.hear()
+        first.kill()
+        found = second.result(60.0)
+    assert found == [2.0] * (STEPS * IDS) + [3.0] * (STEPS * IDS)
 
 
 def come_late(me: Station) -> list[float]:

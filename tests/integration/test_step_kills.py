@@ -15,6 +15,7 @@ import torch
 
 import psworker
 from psworker.connection.exchange.exchange import Exchange
+from psworker.connection.membership.session import Session
 from tests.integration.cluster import Shards, Station, Worker, new_job, results_of, wait_until
 from tests.integration.command import Command, lasting_ports, live_shards, require_started
 
@@ -122,6 +123,26 @@ def steps_alone(me: Station) -> int:
     step(me, optimizer)
     me.tell()
     me.hear()
+    return steps_on(optimizer)
+
+
+def changes_alone(me: Station) -> int:
+    """Makes steps in two modes; the first worker loses the answer with which it parts."""
+    optimizer = make("sgp(average_every=2)")
+    step(me, optimizer)
+    real, answers = Session.meet, list[Any]()
+
+    def meet(self: Session, request: Any) -> Any:
+        reply = real(self, request)
+        if me.rank == 0 and request.peer.parts and reply.meetings and not answers:
+            answers.append(reply)
+            me.tell()
+            me.hear()
+            return real(self, request)
+        return reply
+
+    with mock.patch.object(Session, "meet", meet):
+        optimizer.set_mode("dpsgd(average_every=2)")
     return steps_on(optimizer)
 
 
@@ -327,5 +348,29 @@ def test_a_worker_notices_one_that_came_while_the_first_shard_began_again(tmp_pa
         os.kill(live_shards(tmp_path)[0], signal.SIGKILL)
         second = stack.enter_context(closing(Worker(comes_to_peers, 1, (), env)))
         wait_until(lambda: "to know who takes part" in second.written())
+        first.tell()
+        assert [worker.result() for worker in (first, second)] == [STEPS, STEPS]
+
+
+@pytest.mark.slow
+def test_workers_change_the_mode_where_the_first_shard_forgets_who_exchanges_nothing(
+    tmp_path: Path,
+) -> None:
+    """One had reported that before, and the other waited for it while it waited for that one."""
+    command = Command(tmp_path)
+    with command.spawn("start", "--shards", 2, *lasting_ports()) as process, ExitStack() as stack:
+        require_started(process)
+        servers = ",".join(command.run_file()["addresses"])
+        env = {"PACELINE_SERVERS": servers, "PACELINE_JOB": new_job(), "WORLD_SIZE": "2"}
+        first, second = (
+            stack.enter_context(
+                closing(Worker(changes_alone, rank, (), {**env, "RANK": str(rank)}))
+            )
+            for rank in range(2)
+        )
+        first.hear()
+        wait_until(lambda: "at barrier 'mode'" in second.written())
+        os.kill(live_shards(tmp_path)[0], signal.SIGKILL)
+        live_shards(tmp_path)
         first.tell()
         assert [worker.result() for worker in (first, second)] == [STEPS, STEPS]

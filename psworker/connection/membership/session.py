@@ -246,7 +246,7 @@ class Session:
             origins.append((reply.clock, reply.step))
             is_new |= reply.created
             has_weights &= reply.has_weights
-            is_known = step is not None or (again and reply.created)
+            is_known = step is not None or again  # Another one may have declared it before.
             if is_known and not reply.has_weights:  # A shard without slices has nothing to lose.
                 known = "" if step is None else f"; other shards have them at step {step}"
                 raise StateLostError(
@@ -447,6 +447,7 @@ class Session:
         With `passed` it also returns, not `done`, when others wait for this worker elsewhere.
         """
         first = self.links[0]
+        meets |= request.holds  # Workers that change the job are between two steps.
         self._note_arrival(request)
         request.wait_ms = SHORT_WAIT_MS
         started_s, silent_ms = time.monotonic(), 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.base import Rule
@@ -86,6 +86,29 @@ def is_lowest_or_passed(session: Session, name: str) -> tuple[bool, list[str]]:
 
 def _holds_lowest(rank: int, largest: float) -> bool:
     return rank in {0, PROCESSES_MAX - largest}
+
+
+def bring_once(
+    session: Session, name: str, bring: Callable[[], None], *, is_mine: bool, holds: bool = False
+) -> None:
+    """Waits until one process has brought something; another does so if that one is lost meanwhile.
+
+    Args:
+        name: Name of the barriers.
+        bring: What it has brought may be there already, in part.
+        is_mine: Whether this process is the first that brings it (`is_lowest`).
+        holds: As for `barrier`, once it is brought.
+
+    Raises:
+        PacelineError: This worker is no longer part of the job, or a shard does not answer.
+    """
+    while True:
+        if is_mine:
+            bring()
+        # A worker that passes a round of others gets 0.
+        if session.agree(name, 1.0 + is_mine, holds=holds) != 1.0:
+            return
+        is_mine = is_lowest(session, name)
 
 
 def is_first(session: Session) -> bool:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from pscore.errors import ConfigError, GradientError, JobMismatchError
+from pscore.errors import LOST, ConfigError, GradientError, JobMismatchError
 from pscore.table_names import GROWN, LEFT_FOR_GOOD
 from pscore.types import FloatArray, Role
 from psworker.connection.membership import taking_part
@@ -26,7 +26,7 @@ from psworker.model.sharded import refuse_sharded
 from psworker.training.changes.recovery import WorkerRecovery
 from psworker.training.gradients.gradients import Gradients
 from psworker.training.state.state_dict import pull_state
-from psworker.training.table import TrainingTable
+from psworker.training.table import TrainingTable, gone_on
 
 BARRIER = "growth"
 
@@ -95,7 +95,8 @@ def require_possible(table: TrainingTable, gradients: Gradients) -> None:
 def leave(table: TrainingTable, recovery: WorkerRecovery) -> Kept:
     """Ends training with a table, at the same place on all workers; they must all call it."""
     session, replica = table.session, table.replica
-    with recovery.guard():
+
+    def end() -> int:
         table.local_step.part()
         table.end_round()
         table.settle()
@@ -103,6 +104,10 @@ def leave(table: TrainingTable, recovery: WorkerRecovery) -> Kept:
         taking_part.step_aside(session, table.exchange.table, LEFT_FOR_GOOD, replica.step)
         session.barrier(BARRIER, holds=True)
         table.fetch(None)
+        return step
+
+    step = recovery.run_between_steps(end)
+    table.is_left = True
     table.flat.scatter_weights()
     state, counts = pull_state(table, recovery)
     return Kept(
@@ -113,6 +118,19 @@ def leave(table: TrainingTable, recovery: WorkerRecovery) -> Kept:
         step=step,
         samples_seen=table.progress.seen,
     )
+
+
+@contextlib.contextmanager
+def following(table: TrainingTable) -> Iterator[None]:
+    """Context manager around the start of the table that follows one which has been left.
+
+    Raises:
+        JobMismatchError: This worker was lost in it, and the others go on without it.
+    """
+    try:
+        yield
+    except LOST as problem:
+        raise gone_on(table.session.job) from problem
 
 
 def take_over(

@@ -135,7 +135,11 @@ class PeerStep(AloneStep):
     def _meet_if_moved(self) -> None:
         """Meets workers that come or end, which wait for this one while it waits for shards."""
         peers = self._peers
-        if peers.gossip is not None and not peers.has_parted and peers.has_moved:
+        if peers.gossip is None or not peers.has_moved:
+            return
+        if peers.has_parted:
+            peers.say_parted()
+        else:
             peers.run(peers.gossip.meet())
 
     # ----- Model

@@ -189,10 +189,13 @@ def restore(table: TrainingTable, loaded: LoadedState, companions: Sequence[Comp
     else:
         _end_steps(table, companions)
         is_lowest = taking_part.is_lowest(session, BARRIER)
-    if is_lowest:
+
+    def bring() -> None:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)
         for companion in companions:
             companion.locate(loaded.step)
+
+    taking_part.bring_once(session, BARRIER, bring, is_mine=is_lowest, holds=True)
     if table.rule.alike:  # Each worker may have loaded a state of its own.
         table.local_step.share_state()
     table.continue_from(loaded.step, loaded.samples_seen, BARRIER)

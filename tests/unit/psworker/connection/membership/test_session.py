@@ -32,7 +32,7 @@ from pscore.pb.ps.v1 import control_pb2 as pb
 from pscore.rules.ssd import SSD
 from pscore.table_spec import TableSpec, content_to_proto
 from pscore.types import Origin, TensorSpec
-from psworker.connection.membership import joining, mending_wait
+from psworker.connection.membership import joining, mending_wait, taking_part
 from psworker.connection.membership import session as module
 from psworker.connection.membership.session import Session
 from psworker.group.worker_group import WorkerGroup
@@ -492,6 +492,14 @@ def test_a_table_is_declared_alike_at_every_shard(links: list[FakeLink]) -> None
     session.leave()
 
 
+def test_weights_that_all_shards_have_lost_are_awaited_from_nobody(links: list[FakeLink]) -> None:
+    """Another worker has declared the table again, and ended with the same error."""
+    session = begin()
+    with pytest.raises(StateLostError, match="without the weights of 'model'"):
+        define(session, again=True)
+    session.leave()
+
+
 def test_another_declaration_than_the_jobs_is_raised(links: list[FakeLink]) -> None:
     session = begin()
     links[0].answers["Define"] = JobMismatchError("mode is ssd here and ssgd in the job")
@@ -565,6 +573,36 @@ def test_a_barrier_that_is_waited_for_says_for_whom(
         "worker 3 has waited 0 s for worker 2 at barrier 'epoch'"
     ] * 2
     assert {request.round for request in links[0].sent("Barrier")} == {0}
+    session.leave()
+
+
+def test_workers_that_change_the_job_meet_others_while_they_wait(links: list[FakeLink]) -> None:
+    """One may wait for this worker in a directory that has begun again with its shard."""
+    session, met = begin(), list[bool]()
+
+    class Pushes:
+        answers = SimpleNamespace(meet=lambda: met.append(True))
+
+        def flush(self) -> None:
+            """Nothing is under way."""
+
+    pushes = Pushes()
+    session.pushes.add(pushes)
+    for holds in (False, True):
+        links[0].answers["Barrier"] = [pb.BarrierReply(), pb.BarrierReply(done=True)]
+        session.barrier("mode", holds=holds)
+        assert met == [True] * holds
+    session.leave()
+
+
+def test_the_next_process_brings_what_a_lost_one_has_not(links: list[FakeLink]) -> None:
+    session, brought = begin(), list[int]()
+    lowest = taking_part.PROCESSES_MAX - session.process_rank
+    rounds = (1.0, lowest, 2.0)
+    links[0].answers["Barrier"] = [pb.BarrierReply(done=True, value=value) for value in rounds]
+    taking_part.bring_once(session, "state", lambda: brought.append(1), is_mine=False)
+    assert brought == [1]
+    assert [request.value for request in links[0].sent("Barrier")] == [1.0, lowest, 2.0]
     session.leave()
 
 
@@ -679,6 +717,7 @@ def test_a_worker_that_is_lost_before_its_first_table_rejoins_once(links: list[F
     assert define(session)[0] == 2
     assert session.incarnation != first
     assert [len(link.sent("Join")) for link in links] == [2, 2]
+    links[0].answers["Define"].has_weights = True
     links[1].answers["Define"] = ReplacedError("declared lost")
     with pytest.raises(
         ReplacedError

@@ -240,8 +240,8 @@ def test_rank_0_loads_a_saved_state_between_barriers(make: Any) -> None:
             )
     assert table.replica.step == 4
     log = [entry for entry in table.shards.log if not entry.startswith("flush")]
-    assert log[:4] == ["settle", "agree", "load", "barrier"]
-    assert log[4:] == ["origin", "fetch", "show", "residual 0.25"]
+    assert log[:5] == ["settle", "agree", "load", "agree", "barrier"]
+    assert log[5:] == ["origin", "fetch", "show", "residual 0.25"]
 
 
 def test_other_workers_only_wait_and_fetch() -> None:
@@ -250,7 +250,7 @@ def test_other_workers_only_wait_and_fetch() -> None:
     table.shards.process_rank = 1
     load(table, saved)
     assert table.loaded == []
-    assert [table.shards.log.count(wait) for wait in ("agree", "barrier")] == [1, 1]
+    assert [table.shards.log.count(wait) for wait in ("agree", "barrier")] == [2, 1]
 
 
 def test_a_worker_that_comes_late_loads_nothing_where_the_others_wait_for_it() -> None:
