@@ -158,7 +158,7 @@ class Peers:
         self._session.heartbeats.peer_reports.pop(self.table, None)
 
     def say_parted(self) -> bool:
-        """Tells the directory that this worker has parted, which a restarted shard forgets.
+        """Reports to the directory that this worker has parted, which a restarted shard forgets.
 
         Returns:
             Whether workers have met without this one.
