@@ -123,7 +123,7 @@ def test_a_change_goes_on_where_the_worker_dies_that_uploads_the_state(after: st
 
 
 def dies_loading(me: Station) -> np.ndarray:
-    """Goes back to a state; the first worker stops when it has uploaded one of two slices."""
+    """Loads a former state; the first worker stops when it has uploaded one of two slices."""
     named = parameters()
     optimizer = make(named, "ssgd")
     train(optimizer, STEPS)

@@ -95,7 +95,7 @@ def bring_once(
 
     Args:
         name: Name of the barriers.
-        bring: What it has brought may be there already, in part.
+        bring: Brings it; a part of it may be there already.
         is_mine: Whether this process is the first that brings it (`is_lowest`).
         holds: As for `barrier`, once it is brought.
 
