@@ -38,4 +38,4 @@ def test_a_request_that_is_made_as_the_channel_ends_fails_once() -> None:
     setattr(channel, name, EndingLock(channel))
     call = Tensor(0)
     channel.request(call, pb.Envelope())
-    assert isinstance(call.done.exception(timeout=5), TransportError)
+    assert isinstance(call.done.exception(timeout=200.0), TransportError)

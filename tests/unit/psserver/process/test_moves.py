@@ -58,7 +58,7 @@ def test_a_worker_knows_the_address_once_each_process_of_its_group_does() -> Non
             beat.num_processes = 2
             await front.control.Heartbeat(beat, Context())
         await waiting
-        await asyncio.wait_for(moves_of(front).announce("b:1"), 1.0)
+        await asyncio.wait_for(moves_of(front).announce("b:1"), 60.0)
 
     play(scene)
 
