@@ -34,7 +34,7 @@ from psworker.commands.run import (
     worker_command,
 )
 from psworker.exits import MEANINGS, Exit
-from psworker.job.place import DEFAULT_JOB, Flags, find_place, parse_workers
+from psworker.job.place import DEFAULT_JOB, Flags, find_place, parse_nnodes, parse_workers
 from psworker.pipeline.plan.plan_file import read_plan
 
 PROGRAM = "psworker"
@@ -78,7 +78,9 @@ Workers = Annotated[
         help="Number of workers to start here, or gpu: one for each GPU [1, or MIN].",
     ),
 ]
-Nnodes = Annotated[int | None, typer.Option(help="Number of hosts that run this command.", min=1)]
+Nnodes = Annotated[
+    str | None, typer.Option(metavar="N", help="Number of hosts that run this command.")
+]
 NodeRank = Annotated[int | None, typer.Option(help="With --nnodes: number of this host, from 0.")]
 
 
@@ -128,7 +130,7 @@ def run(
     flags = Flags(
         workers=None if workers is None else parse_workers(workers),
         elastic=None if elastic is None else parse_elastic(elastic),
-        nnodes=nnodes,
+        nnodes=None if nnodes is None else parse_nnodes(nnodes),
         node_rank=node_rank,
     )
     place = find_place(flags if pipeline is None else _of_pipeline(pipeline, flags), os.environ)

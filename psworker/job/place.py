@@ -203,6 +203,20 @@ def parse_workers(text: str) -> int:
     return int(text)
 
 
+def parse_nnodes(text: str) -> int:
+    """Returns the number of hosts; a range, as torchrun takes it, is refused.
+
+    Raises:
+        ConfigError: It is no number of hosts.
+    """
+    if not re.fullmatch("[0-9]{1,10}", text) or int(text) < 1:
+        raise ConfigError(
+            f"--nnodes is {printable(text, 40)!r}, must be the number of hosts, 1 or more; where "
+            "hosts come and go, give --elastic MIN:MAX instead, in workers"
+        )
+    return int(text)
+
+
 def count_gpus() -> int:
     """Returns the number of NVIDIA GPUs that this process may use (CUDA_VISIBLE_DEVICES).
 

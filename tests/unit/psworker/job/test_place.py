@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pscore.errors import ConfigError
-from psworker.job.place import Flags, LaunchPlace, find_place, parse_workers
+from psworker.job.place import Flags, LaunchPlace, find_place, parse_nnodes, parse_workers
 
 
 def placed(workers: int, first: int, number: int) -> LaunchPlace:
@@ -172,3 +172,10 @@ def test_a_number_of_workers_is_a_number_or_gpu() -> None:
     for text in ("many", "9" * 5000):
         with pytest.raises(ConfigError, match=f"--workers is '{text[:40]}.*, must be a number or"):
             parse_workers(text)
+
+
+def test_a_range_of_hosts_as_torchrun_takes_it_is_refused_with_what_to_give() -> None:
+    assert parse_nnodes("2") == 2
+    for text in ("1:4", "0", "-1", "two", "9" * 5000):
+        with pytest.raises(ConfigError, match=r"--nnodes is .*; where hosts come and go, give --e"):
+            parse_nnodes(text)
