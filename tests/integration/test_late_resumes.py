@@ -97,6 +97,7 @@ def test_a_worker_that_is_started_again_does_not_set_the_others_back(
                     worker.tell()
                 (begun, last), *others = results_of([again, *workers[1:]])
                 assert "of the job, not from the state of step 6" in again.written()
+                assert "worker 0 begins at step" in again.written()
     assert others == [(SAVED, STEPS)] * (NUM - 1)
     assert begun >= KILLED
     assert last == STEPS

@@ -235,6 +235,14 @@ class WorkerRecovery:
         except LOST as problem:
             self._say_again(problem)
             self._repeat(start_again)
+        session, step = self._table.session, self._table.replica.step
+        if session.passed.at_start and step > 0 and session.group.is_leader:
+            log.warning(
+                "worker %d begins at step %d, where its job is: loop by optimizer.steps, because "
+                "with a count of its own the script makes these steps once more",
+                session.rank,
+                step,
+            )
 
     def _repeat(self, rejoin: Callable[[], None]) -> None:
         """Rejoins, again if this worker is lost meanwhile; a group leaves that to its script."""
