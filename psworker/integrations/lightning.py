@@ -10,6 +10,9 @@ mean gradient, in the modes whose updates take every worker's.
 from __future__ import annotations
 
 import contextlib
+import math
+import warnings
+from dataclasses import fields
 from typing import Any
 
 import psworker
@@ -61,6 +64,12 @@ class PacelineCallback(Callback):  # type: ignore[misc]
             trainer.strategy.precision_plugin.clip_grad_by_norm = _clip_mean
         rank_zero_only.rank = psworker.rank()  # Only rank 0 logs; it was 0 in all.
 
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begins at the job's step, where others train already: this worker was started again."""
+        steps = [wrapper.steps for wrapper in self._wrappers]
+        if trainer.ckpt_path is None and sum(steps) > trainer.global_step:
+            _go_to(trainer, max(steps), sum(steps))
+
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Loads the global weights."""
         for wrapper in self._wrappers:
@@ -86,6 +95,41 @@ class PacelineCallback(Callback):  # type: ignore[misc]
         """Leaves the global weights in the model."""
         for wrapper in self._wrappers:
             wrapper.close()
+
+
+def _go_to(trainer: Any, step: int, of_all: int) -> None:
+    """Sets the loops and schedulers of a trainer that is about to begin to a later step.
+
+    Args:
+        step: Steps that are over.
+        of_all: Their sum over all optimizers.
+    """
+    batches, steps_of_epoch = trainer.accumulate_grad_batches, trainer.num_training_batches
+    if steps_of_epoch != float("inf"):
+        steps_of_epoch = math.ceil(steps_of_epoch / batches)
+    epochs, rest = divmod(step, steps_of_epoch)
+    loop, inner = trainer.fit_loop, trainer.fit_loop.epoch_loop
+    _set(loop.epoch_progress, int(epochs), int(epochs))
+    _set(inner.batch_progress, batches * step, batches * int(rest))
+    _set(inner.automatic_optimization.optim_progress.optimizer.step, of_all, 0)
+    _set(inner.manual_optimization.optim_step_progress, of_all, 0)
+    inner._batches_that_stepped = step
+    if rest:  # The epoch goes on with the batches that are left.
+        inner.restarting = True
+        inner.update_restart_stage()
+    for entry in trainer.lr_scheduler_configs:
+        made = 0 if entry.reduce_on_plateau else {"epoch": int(epochs)}.get(entry.interval, step)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The optimizer's steps were made by others.
+            for _ in range(made // entry.frequency):
+                entry.scheduler.step()
+
+
+def _set(progress: Any, total: int, current: int) -> None:
+    """Sets what has been begun and ended of something that a loop counts."""
+    for part, count in ((progress.total, total), (progress.current, current)):
+        for one in fields(part):
+            setattr(part, one.name, count)
 
 
 def _clip_mean(optimizer: Any, clip_val: float) -> None:

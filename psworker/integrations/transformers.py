@@ -13,18 +13,26 @@ alone saves; checkpoints, saved models and evaluation have the global weights.
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import psworker
 from pscore.rules.base import takes_all
 
 try:
     from transformers import Trainer
+    from transformers.trainer_callback import TrainerState
+    from transformers.trainer_utils import get_last_checkpoint
 except ModuleNotFoundError:  # An instance is refused.
     Trainer = object
+
+log = logging.getLogger("paceline")
 
 
 class PacelineTrainer(Trainer):  # type: ignore[misc]
@@ -48,6 +56,7 @@ class PacelineTrainer(Trainer):  # type: ignore[misc]
             raise psworker.ConfigError("PacelineTrainer needs `pip install transformers[torch]`")
         self._paceline = dict(paceline or {})
         self._wrapper: psworker.DistributedOptimizer | None = None
+        self._first_step = 0  # The job's step with which this worker began.
         super().__init__(*args, **options)
         if self.args.world_size > 1:
             raise psworker.ConfigError(
@@ -71,6 +80,62 @@ class PacelineTrainer(Trainer):  # type: ignore[misc]
             )
         return self._wrapper
 
+    def create_scheduler(self, *args: Any, **options: Any) -> Any:
+        """Makes the scheduler as `Trainer` does, at the step with which this worker begins."""
+        is_new = self.lr_scheduler is None
+        scheduler = super().create_scheduler(*args, **options)
+        if is_new and not isinstance(scheduler, ReduceLROnPlateau):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # The steps were made by others.
+                for _ in range(self._first_step):
+                    scheduler.step()
+        return scheduler
+
+    def _init_training_state(
+        self, max_steps: int, steps_of_epoch: int, num_epochs: int, *args: Any
+    ) -> tuple[int, int]:
+        """Begins at the job's step, where others train already: this worker was started again.
+
+        Returns:
+            Epochs that are over, and minibatches of the next one that are to be left out.
+        """
+        place: tuple[int, int] = super()._init_training_state(
+            max_steps, steps_of_epoch, num_epochs, *args
+        )
+        self._first_step = 0
+        if self._wrapper is not None:
+            return place
+        self.create_optimizer()
+        assert self._wrapper is not None
+        if (step := self._wrapper.steps) <= self.state.global_step:
+            return place
+        self._remember_the_best(step)
+        self._first_step = self.state.global_step = step
+        self.state.epoch = step / steps_of_epoch
+        if step >= max_steps:
+            return num_epochs, 0
+        epochs, steps = divmod(step, steps_of_epoch)
+        batches = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
+        return epochs, batches
+
+    def _remember_the_best(self, step: int) -> None:
+        """Reads which checkpoint was the best one up to a step, as the former process noted it."""
+        newest = (
+            get_last_checkpoint(self.args.output_dir) if self.args.load_best_model_at_end else None
+        )
+        if newest is not None and os.path.isfile(
+            path := os.path.join(newest, "trainer_state.json")
+        ):
+            former = TrainerState.load_from_json(path)
+            if former.global_step <= step and os.path.isdir(former.best_model_checkpoint or ""):
+                for name in ("best_metric", "best_global_step", "best_model_checkpoint"):
+                    setattr(self.state, name, getattr(former, name))
+
+    def _run_epoch(self, *args: Any, **options: Any) -> Any:
+        if self._first_step and options.get("resume_from_checkpoint") is None:
+            options["resume_from_checkpoint"] = self.args.output_dir  # Leaves minibatches out.
+        return super()._run_epoch(*args, **options)
+
     def train(self, *args: Any, **options: Any) -> Any:
         """Trains as `Trainer` does; with `load_best_model_at_end` all ranks get the best weights.
 
@@ -80,7 +145,16 @@ class PacelineTrainer(Trainer):  # type: ignore[misc]
         if self.args.load_best_model_at_end and self._wrapper is not None:
             best = {name: value.clone() for name, value in self.model.state_dict().items()}
             self._wrapper.close()
-            psworker.broadcast_parameters(best)  # Rank 0 alone has saved, and so loaded them.
+            try:
+                psworker.broadcast_parameters(best)  # Rank 0 alone has saved, and so loaded them.
+            except psworker.ConfigError:
+                if self._first_step < self.state.max_steps:
+                    raise
+                log.warning(
+                    "rank 0 has ended, and this worker was started again after the last step: it "
+                    "has the best weights only if it reads them in %s",
+                    self.args.output_dir,
+                )
             self.model.load_state_dict(best)
         return output
 

@@ -89,7 +89,7 @@ CALLED_BY_LIBRARIES = {
     *("extra_repr",),  # torch.nn.Module.
     *("do_GET", "log_message", "handle_error", "emit"),  # The standard library.
     *("on_fit_start", "on_validation_start", "on_validation_end"),  # Lightning.
-    *("on_exception", "on_save_checkpoint", "on_fit_end"),
+    *("on_exception", "on_save_checkpoint", "on_fit_end", "on_train_start"),
     *("backend_cls", "on_start"),  # Ray Train.
     *("init_transfer_engine", "start_weight_update"),  # VLLM.
     *("update_weights", "finish_weight_update", "register_vllm"),

@@ -85,7 +85,9 @@ def test_the_packages_import_only_what_is_declared() -> None:
 def test_everything_else_imports_only_what_is_declared() -> None:
     peers = {canonical(entry) for entries in REQUIREMENTS.values() for entry in entries}
     allowed = (
-        declared("cuda12", "cuda13", "dev", "fuzz", "transformers") | peers | {*IF_INSTALLED}
+        declared("cuda12", "cuda13", "dev", "fuzz", "lightning", "transformers")
+        | peers
+        | {*IF_INSTALLED}
     )  # Each in its environment.
     beside = {path.stem for path in modules_or_skip("examples")}  # An example may use another.
     assert not undeclared(modules_or_skip(*DEVELOPMENT), allowed | beside)
