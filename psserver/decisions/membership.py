@@ -277,8 +277,7 @@ class Membership:
             raise ReplacedError(f"rank {rank} is now process {member.pid} on {member.host}")
         if (member.presence, MemberEvent.MESSAGE) not in TRANSITIONS:
             raise ReplacedError(
-                f"rank {rank} was silent for more than its lease of {self.lease_s:g} s and was "
-                "declared lost"
+                f"rank {rank} was declared lost: {member.reason or 'it was silent too long'}"
             )
         member.heard_s = now_s
         member.lease_ends_s = now_s + self.lease_s
@@ -319,7 +318,7 @@ class Membership:
         ]
         for member in over:
             member.presence = TRANSITIONS[member.presence, MemberEvent.SILENCE]
-            member.reason = "its lease ran out"
+            member.reason = f"it was silent for more than its lease of {self.lease_s:g} s"
             self.num_lost += 1
             self._attendance, self.has_ended = None, False
         return over

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from psserver.decisions import mode_switch
 from psserver.decisions.participants import ChangeId
 from psserver.engine.engine import Engine
@@ -48,3 +50,26 @@ def part_with_absent(
             if absent in members:
                 own = members[absent].incarnation
                 engine.leave(job.job.name, absent, own, "was lost on the first shard", failed=True)
+
+
+def part_with_late(
+    engine: Engine, job: RunningJob, name: str, rank: int, others: Iterable[int]
+) -> None:
+    """Declares workers lost that came late, and wait behind a change of the job for one of it.
+
+    They join again once the workers of the change have met, and know all of it.
+
+    Args:
+        name: Name of the barrier at which the workers of the change meet.
+        rank: One of those, for whose step the others wait.
+    """
+    with engine.lock:
+        members, barrier = job.job.membership.members, job.job.barriers.by_name.get(name)
+        for other in others:
+            late = members.get(other)
+            is_there = barrier is not None and other in barrier.arrived
+            if late is None or is_there or not late.came_late:
+                continue
+            if late.joined_s > members[rank].joined_s:
+                reason = f"it began behind {name}, at which others wait"
+                engine.leave(job.job.name, other, late.incarnation, reason, failed=True)

@@ -40,7 +40,7 @@ from psserver.decisions.shard import TABLES_MAX, require_name
 from psserver.engine import reading
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
-from psserver.engine.taking_part import come_back, part_with_absent
+from psserver.engine.taking_part import come_back, part_with_absent, part_with_late
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.messages import (
     from_proto,
@@ -444,11 +444,13 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Waits until all workers of the job are here."""
         require_name("barrier", request.name)
         job = self._heard(request)
+        if request.excuses and request.holds:
+            part_with_late(self._engine, job, request.name, request.worker, request.excuses)
+        elif request.excuses:
+            job.barriers.excuse(request.name, request.round, request.worker, request.excuses)
         if request.withdraws:
             passes = job.barriers.withdraw(request.name, request.round, request.worker)
             return pb.BarrierReply(done=passes)
-        if request.excuses:
-            job.barriers.excuse(request.name, request.round, request.worker, request.excuses)
         to = request.name, request.round, request.worker, request.wait_ms / 1000, request.value
         arrival = await wait_at_barrier(job, self._engine.now, *to, holds=request.holds)
         return pb.BarrierReply(

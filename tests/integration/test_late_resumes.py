@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import psworker
-from tests.integration.cluster import Shards, Station, new_job, results_of
+from tests.integration.cluster import Shards, Station, new_job, results_of, wait_until
 
 NUM, NUMEL = 3, 9000  # Two slices on two shards.
 STEPS, EPOCH, SAVED, KILLED = 40, 20, 6, 14
@@ -101,3 +101,57 @@ def test_a_worker_that_is_started_again_does_not_set_the_others_back(
     assert others == [(SAVED, STEPS)] * (NUM - 1)
     assert begun >= KILLED
     assert last == STEPS
+
+
+def loads_between(me: Station, mode: str, path: str, is_again: bool) -> list[int]:
+    """Trains, loads a state at a step, and trains on to the end.
+
+    Returns:
+        The steps that this worker has made after it had loaded the state, or had begun late.
+    """
+    psworker.init()
+    if is_again:
+        me.tell()
+        me.hear()
+    model, optimizer = make(mode)
+    has_loaded, made = is_again, []
+    while optimizer.steps < STEPS:
+        step(optimizer)
+        made += [optimizer.steps] if has_loaded else []
+        if optimizer.steps == KILLED and not has_loaded:
+            me.tell()
+            me.hear()
+        if optimizer.steps == EPOCH and not has_loaded:
+            state = torch.load(path, weights_only=True)
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            has_loaded = True
+    optimizer.close()
+    return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["ssgd", "ssd(steps=4)", "local(steps=2)"])
+def test_a_worker_that_begins_behind_a_load_joins_again_behind_it(
+    mode: str, tmp_path: Path
+) -> None:
+    """The others waited for it in load_state_dict, and it for their next step."""
+    path, job = str(tmp_path / "state.pt"), new_job()
+    with Shards(2, lease_s=LEASE_S) as shards:
+        shards.run(saves, mode, path, num_workers=NUM, job=new_job())
+        with shards.workers(loads_between, mode, path, False, num_workers=NUM, job=job) as workers:
+            for worker in workers:
+                worker.hear()
+            workers[2].kill()
+            with shards.workers(
+                loads_between, mode, path, True, num_workers=NUM, ranks=[2], job=job
+            ) as (again,):
+                again.hear()
+                for worker in workers[:2]:
+                    worker.tell()
+                wait_until(lambda: all("has waited" in one.written() for one in workers[:2]))
+                again.tell()
+                *others, late = results_of([*workers[:2], again])
+                assert "counts in 1 of 2 slices" not in again.written()
+    assert others == [list(range(SAVED + 1, STEPS + 1))] * 2
+    assert late[-1] == STEPS

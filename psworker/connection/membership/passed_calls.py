@@ -81,8 +81,8 @@ class PassedCalls:
         """Asks again, and prepares the next request by the answers that have come.
 
         This worker withdraws if it has come late and others wait for it elsewhere, or train on
-        without it. It excuses those that have come later and wait for its step, unless all have to
-        come: a change of the job needs all.
+        without it; behind its first step it does not leave the others in a change of the job. It
+        excuses those that have come later and wait for its step.
         """
         self._heartbeats.hurry(all_shards=True)
         self.wait_ms = min(2 * self.wait_ms, WAIT_MS_MAX)
@@ -90,13 +90,15 @@ class PassedCalls:
         links = [link for link, beats in answers if link.num_beats >= beats]
         del request.excuses[:]
         awaited_by = {rank for link in links for rank in link.awaited_by}
-        request.excuses.extend(awaited_by if not request.holds else ())
-        if self.came_late and (self.at_start or not awaited_by):
+        request.excuses.extend(awaited_by)
+        if self.came_late and (self.at_start or not (awaited_by or request.holds)):
             self.places = list(dict.fromkeys(place for link in links for place in link.awaited_at))
             step_on = any(link.others_step for link in links)
             if not self.places and self.at_start and self._is_free and step_on:
                 self.places.append(LATER_STEPS)
             request.withdraws = bool(self.places)
+        if request.withdraws:
+            del request.excuses[:]
 
     @property
     def _is_free(self) -> bool:

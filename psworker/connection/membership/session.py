@@ -473,6 +473,18 @@ class Session:
                 if passed is not None:
                     request.wait_ms = passed.wait_ms
                     passed.ask(request)
+                    self._part_with_late(request)
+
+    def _part_with_late(self, arrival: pb.BarrierRequest) -> None:
+        """Has the other shards too declare workers lost that have begun behind a change of the job.
+
+        They lose what these have pushed: it is of weights before the change.
+        """
+        if arrival.holds and arrival.excuses:
+            request = pb.BarrierRequest(withdraws=True)
+            request.MergeFrom(arrival)
+            for link in self.links[1:]:
+                link.call(link.control.Barrier, request)
 
     def meet(self, request: pb.MeetRequest) -> pb.MeetReply:
         """Reports this worker to the directory of a table's peers, on the first shard.

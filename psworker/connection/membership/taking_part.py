@@ -73,15 +73,22 @@ def is_lowest(session: Session, name: str) -> bool:
 def is_lowest_or_passed(session: Session, name: str) -> tuple[bool, list[str]]:
     """Returns `is_lowest`; or, of a worker that came late, where the others are instead.
 
+    Others that came late, and begin behind the barrier, lose their place: they join again behind
+    the change.
+
     Raises:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
     rank = session.process_rank
     places, largest = session.meet_or_pass(name, PROCESSES_MAX - rank, holds=True)
-    if not places and session.group.led(lambda: _beat(session).others_ended):
+    if session.passed.at_start and not places and session.group.led(lambda: _has_end(session)):
         session.barrier(name)  # Others may join again.
         places = ["the end of the job"]
     return _holds_lowest(rank, largest), places
+
+
+def _has_end(session: Session) -> bool:
+    return bool(_beat(session).others_ended)
 
 
 def _holds_lowest(rank: int, largest: float) -> bool:

@@ -181,14 +181,14 @@ def restore(table: TrainingTable, loaded: LoadedState, companions: Sequence[Comp
         PacelineError: A shard refused something, or does not answer.
     """
     session = table.session
-    if session.passed.at_start:  # It has pushed nothing, and others may wait for its first step.
-        is_lowest, places = taking_part.is_lowest_or_passed(session, BARRIER)
-        if places:
-            return False
+    comes_late = session.passed.at_start  # It has pushed nothing.
+    if not comes_late:
         _end_steps(table, companions)
-    else:
+    is_lowest, places = taking_part.is_lowest_or_passed(session, BARRIER)
+    if places:
+        return False
+    if comes_late:
         _end_steps(table, companions)
-        is_lowest = taking_part.is_lowest(session, BARRIER)
 
     def bring() -> None:
         table.upload(Role.STATE, loaded.arrays, loaded.counts, loaded.step)

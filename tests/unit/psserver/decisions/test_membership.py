@@ -330,7 +330,10 @@ def test_a_worker_that_left_is_not_lost() -> None:
 def test_a_worker_that_was_declared_lost_gets_that_reason() -> None:
     membership = joined(2, 0)
     membership.expire(11.0)
-    with pytest.raises(ReplacedError, match="rank 0 was silent for more than its lease of 10 s"):
+    with pytest.raises(
+        ReplacedError,
+        match="rank 0 was declared lost: it was silent for more than its lease of 10 s",
+    ):
         membership.heard(0, 1, 12.0)
 
 

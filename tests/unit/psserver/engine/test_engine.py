@@ -269,7 +269,9 @@ async def test_an_expired_lease_wakes_waiting_workers(front: Front) -> None:
     front.now_s = LEASE_S + 0.1
     front.engine.tick()
     assert (await pull)[0].version == 1
-    with pytest.raises(Refused, match="ReplacedError: rank 1 was silent for more than"):
+    with pytest.raises(
+        Refused, match="ReplacedError: rank 1 was declared lost: it was silent for more than"
+    ):
         await front.push(push_header(1, 0), grad(1.0))
 
 

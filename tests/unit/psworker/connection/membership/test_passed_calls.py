@@ -88,13 +88,14 @@ def test_answers_to_heartbeats_that_were_under_way_do_not_count() -> None:
     assert passed.wait_ms < WAIT_MS_MAX
 
 
-def test_no_one_is_excused_from_a_barrier_to_which_all_have_to_come() -> None:
-    links, request = [link(awaited_by=[2])], pb.BarrierRequest(holds=True)
-    passed = passed_of(links, {}, came_late=False)
-    with passed.asked():
-        links[0].num_beats += ASKED_BEATS
-        passed.ask(request)
-    assert not request.excuses
+def test_a_late_worker_leaves_a_change_of_the_job_only_before_its_first_step() -> None:
+    links, request = [link(awaited_at=["model"])], pb.BarrierRequest(holds=True)
+    passed = passed_of(links, {})
+    for passed.at_start in (False, True):
+        with passed.asked():
+            links[0].num_beats += ASKED_BEATS
+            passed.ask(request)
+        assert request.withdraws == passed.at_start
 
 
 def test_a_worker_that_began_with_the_others_excuses_late_ones_and_waits() -> None:

@@ -61,9 +61,11 @@ class FakeShards:
     def meet_or_pass(
         self, name: str, value: float, *, holds: bool = False
     ) -> tuple[list[str], float]:
-        """Returns where the others wait for this worker, which comes late."""
-        self.log.append("pass")
-        return ["model"], 0.0
+        """Returns the largest value; or where the others wait for this worker, which comes late."""
+        self.log.append("meet")
+        if self.passed.at_start:
+            return ["model"], 0.0
+        return [], max(value, PROCESSES_MAX - self.lowest)
 
     def peek(
         self, pull_buffers: Mapping[int, PullBuffer], push_pull: Any, *, with_state: bool
@@ -240,7 +242,7 @@ def test_rank_0_loads_a_saved_state_between_barriers(make: Any) -> None:
             )
     assert table.replica.step == 4
     log = [entry for entry in table.shards.log if not entry.startswith("flush")]
-    assert log[:5] == ["settle", "agree", "load", "agree", "barrier"]
+    assert log[:5] == ["settle", "meet", "load", "agree", "barrier"]
     assert log[5:] == ["origin", "fetch", "show", "residual 0.25"]
 
 
@@ -250,7 +252,7 @@ def test_other_workers_only_wait_and_fetch() -> None:
     table.shards.process_rank = 1
     load(table, saved)
     assert table.loaded == []
-    assert [table.shards.log.count(wait) for wait in ("agree", "barrier")] == [2, 1]
+    assert [table.shards.log.count(wait) for wait in ("meet", "agree", "barrier")] == [1, 1, 1]
 
 
 def test_a_worker_that_comes_late_loads_nothing_where_the_others_wait_for_it() -> None:
@@ -258,7 +260,7 @@ def test_a_worker_that_comes_late_loads_nothing_where_the_others_wait_for_it() -
     table = FakeTable(sgd, counts=[0, 0])
     table.shards.passed.at_start = True
     assert not load(table, saved)
-    assert (table.loaded, table.shards.log) == ([], ["pass"])
+    assert (table.loaded, table.shards.log) == ([], ["meet"])
 
 
 def test_the_lowest_rank_loads_where_rank_0_has_left() -> None:
