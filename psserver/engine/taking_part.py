@@ -61,7 +61,7 @@ def part_with_late(
 
     Args:
         name: Name of the barrier at which the workers of the change meet.
-        rank: One of those, for whose step the others wait.
+        rank: The worker of the change that asks; the others wait for its step.
     """
     with engine.lock:
         members, barrier = job.job.membership.members, job.job.barriers.by_name.get(name)

@@ -476,9 +476,9 @@ class Session:
                     self._part_with_late(request)
 
     def _part_with_late(self, arrival: pb.BarrierRequest) -> None:
-        """Has the other shards too declare workers lost that have begun behind a change of the job.
+        """Asks the other shards too to part with workers that have begun behind a change.
 
-        They lose what these have pushed: it is of weights before the change.
+        Pushes of those are of the weights before the change.
         """
         if arrival.holds and arrival.excuses:
             request = pb.BarrierRequest(withdraws=True)
