@@ -86,6 +86,8 @@ REFUSED = {
     "image.digest=latest": "digest",
     "image.repository=registry.example:5000/paceline:1": "belongs into image.tag",
     "image.repository=https://registry.example/paceline": "without scheme",
+    "settings.lease_s=0.4": "/settings/lease_s",
+    "standby.enabled=true,standby.failoverS=0.1": "/standby/failoverS",
     "resources.limit.memory=4Gi": "limit",
     "resources.limits.memory=4GB": "/resources/limits/memory",
     "resources.limits.memory=4": "/resources/limits/memory",
