@@ -478,7 +478,7 @@ def _read(file: Path | None) -> dict[str, dict[str, object]]:
     if file is None:
         return {}
     try:
-        tables = tomllib.loads(file.read_text(encoding="utf-8"))
+        tables = tomllib.loads(file.read_text(encoding="utf-8-sig"))  # Editors write such marks.
     except OSError as problem:
         raise ConfigError(f"cannot read {file}: {problem.strerror}") from problem
     except ValueError as problem:

@@ -127,6 +127,12 @@ def test_a_wrong_file_is_refused(tmp_path: Path, text: str | None, message: str)
     assert message in str(caught.value)
 
 
+def test_a_file_of_an_editor_of_windows_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "conf.toml"
+    file.write_bytes(b"\xef\xbb\xbf[server]\r\nshards = 3\r\n")
+    assert resolve({}, file).server.shards == 3
+
+
 def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PACELINE_PORT", "")
     assert resolve().server.port == 7070
