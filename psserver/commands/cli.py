@@ -608,6 +608,7 @@ def restore(
     taken.num_workers = taken.num_workers if workers is None else workers
     shards.give_room(taken, max_rows or ())
     answers = ask.answers(found.addresses, found.credentials)
+    ask.require_order(found.addresses, answers)
     bare = torn([one for one in answers if isinstance(one, StatusReply)]).get(name, [])
     number = len(found.addresses)
     order = sorted(range(number), key=bare.__contains__)

@@ -118,6 +118,7 @@ def bring(
         CommandError: A shard does not answer, or cannot hold its part.
     """
     statuses = ask.statuses(addresses, credentials)
+    ask.require_order(addresses, statuses)
     on_workers = {job.job for status in statuses for job in status.jobs if is_held(job)}
     for job, checkpoint in loaded.items():
         if job in on_workers:

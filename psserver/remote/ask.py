@@ -85,6 +85,29 @@ def statuses(
     return _ask_all(addresses, credentials, ask, PATIENT)
 
 
+def require_order(
+    addresses: Sequence[str], replies: Sequence[pb.StatusReply | CommandError]
+) -> None:
+    """Checks that the addresses are those of all shards of one cluster, in their order.
+
+    Args:
+        replies: Status of each address, or the reason that there is none.
+
+    Raises:
+        CommandError: They are not.
+    """
+    for index, (address, reply) in enumerate(zip(addresses, replies, strict=True)):
+        if isinstance(reply, CommandError):
+            continue
+        place = reply.shard.shard, reply.shard.num_shards
+        if place != (index, len(addresses)):
+            raise CommandError(
+                Exit.USAGE,
+                f"{address} is shard {place[0]} of {place[1]}, and the list of servers has it as "
+                f"shard {index} of {len(addresses)}: give all, in order",
+            )
+
+
 def answers(
     addresses: Sequence[str],
     credentials: Credentials = ANYONE,

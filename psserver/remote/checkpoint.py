@@ -106,9 +106,10 @@ def capture(
         base: An earlier checkpoint of the job: of rows only the changes since then are fetched.
 
     Raises:
-        CommandError: There is no such job, or a shard does not answer.
+        CommandError: There is no such job, a shard does not answer, or is at another place.
     """
     statuses = ask.statuses(addresses, credentials, is_patient=True)
+    ask.require_order(addresses, statuses)
     found = _choose(statuses[0], job)
     if not holds_weights(found):
         raise CommandError(

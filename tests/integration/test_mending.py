@@ -193,8 +193,8 @@ def test_a_shard_that_lost_its_folder_while_all_were_down_is_restored_by_the_com
         assert not any(worker.is_over() for worker in workers)  # Drops what they have told so far.
         words = ("--job", "night", "--servers", ",".join(addresses))
         command, folder = Command(tmp_path), first.state / "checkpoints"
-        refused = command.run("restore", folder, "--servers", addresses[0], code=1)
-        assert "there are 2 shards here: give --servers the addresses of all" in refused.stderr
+        refused = command.run("restore", folder, "--servers", addresses[0], code=2)
+        assert "is shard 0 of 2, and the list of servers has it as shard 0 of 1" in refused.stderr
         command.run("restore", folder, *words)
         reach(workers, 2 * max(worker.hear(DEADLINE_S) for worker in workers))
         for worker in workers:

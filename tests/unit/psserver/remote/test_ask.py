@@ -22,8 +22,9 @@ from pscore.pb.ps.v1 import (
     publish_pb2_grpc,
 )
 from pscore.pb.ps.v1 import control_pb2 as pb
-from psserver.exits import CommandError
+from psserver.exits import CommandError, Exit
 from psserver.remote import ask, readers
+from psserver.remote.checkpoint import capture
 
 NUM_CLOSED = 3
 WAIT_S = 200.0
@@ -189,6 +190,32 @@ def test_the_limit_of_a_silent_shard_is_named_and_no_wait_for_a_closed_port(
         closed = f"127.0.0.1:{found.getsockname()[1]}"
     with pytest.raises(CommandError, match=f"nothing answers at {closed}; "):
         ask.statuses([closed])
+
+
+@pytest.mark.parametrize(
+    ("shards", "message"),
+    [
+        ([1, 0], "a:1 is shard 1 of 2, and the list of servers has it as shard 0 of 2: give all"),
+        ([0], "a:1 is shard 0 of 2, and the list of servers has it as shard 0 of 1: give all, in"),
+    ],
+)
+def test_a_checkpoint_of_shards_in_another_order_is_refused(
+    monkeypatch: pytest.MonkeyPatch, shards: list[int], message: str
+) -> None:
+    """A supervisor whose shard_addresses were swapped wrote none, and called that a bug."""
+    replies: list[pb.StatusReply | CommandError] = [
+        pb.StatusReply(shard=pb.DescribeReply(shard=shard, num_shards=2)) for shard in shards
+    ]
+    addresses = ["a:1", "b:1"][: len(shards)]
+    monkeypatch.setattr(ask, "statuses", lambda *_, **__: replies)
+    with pytest.raises(CommandError, match=message):
+        capture(addresses, ANYONE, None, weights_only=False)
+
+
+def test_the_order_is_that_of_the_shards_that_answer() -> None:
+    silent = CommandError(Exit.NO_ANSWER, "nothing answers at a:1")
+    second = pb.StatusReply(shard=pb.DescribeReply(shard=1, num_shards=2))
+    ask.require_order(["a:1", "b:1"], [silent, second])
 
 
 def test_publications_are_shown_though_a_shard_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
