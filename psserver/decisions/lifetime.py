@@ -112,6 +112,10 @@ class Lifetimes:
             job: It has not ended.
             member: The worker, not yet a member.
             life: Number of the life on the first shard; 0: this is the first shard.
+
+        Raises:
+            NotOverError: Others may live that had no time to speak to a new process of this
+                shard.
         """
         if member.returns or is_repeated(job, member):
             job.life.number = life or job.life.number
@@ -124,6 +128,10 @@ class Lifetimes:
                     f"`psserver forget {job.name}`"
                 )
         elif life == 0 and job.membership.is_deserted(member.rank):
+            unheard = job.membership.unheard(member.rank, member.heard_s)
+            if unheard:
+                others = ", ".join(job.membership.describe(one) for one in unheard[:WORKERS_NAMED])
+                raise NotOverError(f"this shard was just started again, and waits for {others}")
             self._go_on(job, job.life.number + 1, is_changing=job.barriers.holds)
         elif life not in (0, job.life.number):
             self._go_on(job, life, is_changing=True)  # The first shard knows whether they were.

@@ -20,7 +20,8 @@ RANDOM_MAX = (1 << 64) - 1
 
 
 def members_to_json(job: Job) -> list[dict[str, Any]]:
-    """Returns the workers of a job as JSON can hold them."""
+    """Returns the workers of a job as JSON can hold them, in the order in which they joined."""
+    members = sorted(job.membership.members.values(), key=lambda member: member.joined_s)
     return [
         {
             "rank": member.rank,
@@ -31,8 +32,9 @@ def members_to_json(job: Job) -> list[dict[str, Any]]:
             "pid": member.pid,
             "presence": member.presence.value,
             "run_id": member.run_id,
+            "came_late": member.came_late,
         }
-        for member in job.membership.members.values()
+        for member in members
     ]
 
 
@@ -54,8 +56,10 @@ def members_of(meta: dict[str, Any], now_s: float) -> list[Member]:
             heard_s=now_s,
             presence=Presence(entry["presence"]),
             run_id=str(entry.get("run_id", "")),
+            came_late=bool(entry.get("came_late")),
+            joined_s=float(place - len(meta["members"])),  # Before all that join now.
         )
-        for entry in meta["members"]
+        for place, entry in enumerate(meta["members"])
     ]
 
 

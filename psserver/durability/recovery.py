@@ -317,6 +317,10 @@ class Recovery:
                 # The record has no number of each rank; those who ask again get the largest.
                 arrived = dict.fromkeys(ranks, largest)
                 job.barriers.by_name[name] = Barrier(round_, arrived, is_open, *former)
+            for name, rank, count in meta.get("skipped", ()):
+                job.barriers.skipped[str(name), int(rank)] = count_of(count, "rounds left out")
+            for name, rank in meta.get("excused", ()):
+                job.barriers.by_name[name].excused.add(int(rank))
             job.barriers.holds = bool(meta.get("holds"))
             job.first_epoch = secrets.randbits(EPOCH_BITS)
             begin(job, recorder, [self._open(job, recorder, *entry) for entry in tables.items()])
@@ -419,6 +423,10 @@ def _describe(job: Job) -> Meta:
                 *(one.largest, one.former, one.former_number),
             ]
             for name, one in job.barriers.by_name.items()
+        ],
+        "skipped": [[*place, count] for place, count in job.barriers.skipped.items()],
+        "excused": [
+            [name, rank] for name, one in job.barriers.by_name.items() for rank in one.excused
         ],
         "holds": job.barriers.holds,
     }

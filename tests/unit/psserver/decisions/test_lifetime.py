@@ -96,12 +96,27 @@ def test_a_shard_that_is_killed_before_the_first_update_keeps_the_weights() -> N
     """One worker is started again before the others have spoken to the shard's new process."""
     shard, job, _ = ready(3)
     job.membership.restore(list(job.membership.members.values()))
-    assert shard.decide_join("run", 3, member(2, 2, restart=1))[0] is job
+    comes = member(2, 2, restart=1, heard_s=0.4 * LEASE_S)
+    assert shard.decide_join("run", 3, comes)[0] is job
     assert job.table(0).has_weights
     for rank in (0, 1):
         back = member(rank, 3)
         back.returns, back.former = True, (1,)
         assert shard.decide_join("run", 3, back)[0] is job
+    assert job.membership.live() == [0, 1, 2]
+
+
+def test_a_job_whose_first_shard_was_killed_begins_no_other_life_before_its_workers_may_speak() -> (
+    None
+):
+    """Those that lived were none of the job any more: one that waited at a barrier failed."""
+    shard, job, _ = ready(3)
+    job.membership.restore(list(job.membership.members.values()))
+    with pytest.raises(NotOverError, match=r"waits for worker 0 .*, worker 1 "):
+        shard.decide_join("run", 3, member(2, 2, restart=1, heard_s=0.39 * LEASE_S))
+    shard.heard("run", 0, 1, 0.39 * LEASE_S)
+    shard.decide_join("run", 3, member(2, 2, restart=1, heard_s=0.39 * LEASE_S))
+    assert job.life.number == 1
     assert job.membership.live() == [0, 1, 2]
 
 

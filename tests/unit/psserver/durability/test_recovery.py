@@ -63,9 +63,9 @@ class Process:
         self.engine = Engine(shard, journals=self.journals, now=lambda: 0.0)
         self.names = recover(self.engine)
 
-    def train(self, name: str) -> None:
+    def train(self, name: str, num_workers: int = 1) -> None:
         """Makes a job with weights of version `STEPS`."""
-        job = self.engine.join(name, 1, worker())
+        job = self.engine.join(name, num_workers, worker())
         self.engine.define(job, SPEC)
         store, weights = self.store(), np.arange(4096, dtype=np.float32)
         for version in range(STEPS - 3, STEPS + 1):  # So that both buffers have been used.
@@ -137,6 +137,26 @@ def test_the_mode_that_a_job_has_chosen_outlives_the_process(folder: Path) -> No
     process.kill()
     choice = Process(folder).engine.shard.jobs["a"].choice
     assert (choice.mode, choice.text) == ("od", "auto takes od")
+
+
+def test_late_workers_and_rounds_without_them_outlive_the_process(tmp_path: Path) -> None:
+    """The others waited for ever at the next round for one that did not know of the last."""
+    process = Process(tmp_path / "v")
+    process.train("a", 3)
+    job = process.engine.shard.jobs["a"]
+    for rank, joined_s in ((1, 2.0), (2, 1.0)):
+        process.engine.join("a", 3, replace(worker(), rank=rank, heard_s=joined_s))
+    job.barriers.arrive("epoch", 1, 0)
+    job.barriers.excuse("epoch", 1, 0, [1])
+    process.engine.jobs["a"].recorder.note()
+    process.kill()
+    again = Process(tmp_path / "v").engine.shard.jobs["a"]
+    late = {member.joined_s: member.rank for member in again.membership.members.values()}
+    assert [late[joined_s] for joined_s in sorted(late)] == [0, 2, 1]
+    assert [again.membership.members[rank].came_late for rank in range(3)] == [False, True, True]
+    again.barriers.excuse("epoch", 1, 0, [1])  # It asks again.
+    assert again.barriers.by_name["epoch"].missing([0, 1]) == []
+    assert again.barriers.arrive("epoch", 1, 1) is again.barriers.arrive("epoch", 2, 0)
 
 
 @pytest.mark.parametrize("is_killed", [True, False])
