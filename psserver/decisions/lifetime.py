@@ -23,7 +23,7 @@ from pscore.errors import ConfigError, LimitError, NotOverError, StateLostError
 from psserver.decisions.job import Job, Life
 from psserver.decisions.job_state import State
 from psserver.decisions.limits import Limits
-from psserver.decisions.membership import Member, Presence
+from psserver.decisions.membership import SUSPECT_SHARE, Member, Membership, Presence
 
 FORMER_MAX = 1024  # Freed jobs whose ends are remembered.
 WORKERS_NAMED = 4  # In a message.
@@ -128,7 +128,7 @@ class Lifetimes:
                     f"`psserver forget {job.name}`"
                 )
         elif life == 0 and job.membership.is_deserted(member.rank):
-            unheard = job.membership.unheard(member.rank, member.heard_s)
+            unheard = _unheard(job.membership, member)
             if unheard:
                 others = ", ".join(job.membership.describe(one) for one in unheard[:WORKERS_NAMED])
                 raise NotOverError(f"this shard was just started again, and waits for {others}")
@@ -304,6 +304,13 @@ def _is_same_run(job: Job, member: Member, ranks: Iterable[int]) -> bool | None:
     """Returns whether the launch of a worker is that of some of `ranks`; None: it is not known."""
     known = {job.membership.members[rank].run_id for rank in ranks} - {""}
     return member.run_id in known if member.run_id and known else None
+
+
+def _unheard(membership: Membership, member: Member) -> list[int]:
+    """Returns other ranks that had no time yet to speak to a new process of the shard."""
+    since_s = member.heard_s - SUSPECT_SHARE * membership.lease_s
+    found = [membership.members[rank] for rank in membership.live() if rank != member.rank]
+    return [one.rank for one in found if one.is_restored and one.heard_s > since_s]
 
 
 def _has_finished(job: Job, member: Member) -> bool:

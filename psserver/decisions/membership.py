@@ -397,12 +397,6 @@ class Membership:
         is_asked = asked is not None and asked.is_suspect
         return all(member.is_suspect for member in live) and (is_asked or not live)
 
-    def unheard(self, rank: int, now_s: float) -> list[int]:
-        """Returns other ranks that had no time yet to speak to a new process of the shard."""
-        since_s = now_s - SUSPECT_SHARE * self.lease_s
-        found = [self.members[other] for other in self.live() if other != rank]
-        return [other.rank for other in found if other.is_restored and other.heard_s > since_s]
-
     def describe(self, rank: int) -> str:
         """Returns `worker 3 (process 71 on gpu7)`."""
         member = self.members.get(rank)
