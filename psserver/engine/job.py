@@ -267,6 +267,11 @@ class RunningJob:
                 progress=self.job.progress,
                 life=self.job.life.number,
                 modes={name: str(table.spec.rule) for name, table in self.job.tables.items()},
+                former_modes={
+                    name: str(table.former)
+                    for name, table in self.job.tables.items()
+                    if table.former is not None
+                },
                 anew=self.job.life.is_anew,
                 under_way=held.came_late,
             )

@@ -29,6 +29,7 @@ class Welcome:
     progress: dict[str, int]  # Step of each table.
     life: int
     modes: dict[str, str]  # Mode of each table.
+    former_modes: dict[str, str]  # Of each table whose mode was changed: that before.
     anew: bool  # Whether the former job of this name had ended.
     under_way: bool  # Whether others may have passed what its script calls before a step.
 

@@ -329,7 +329,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
 
         Every gradient so far counts, and all workers continue from the same weights, with the
         shards' optimizer state and versions. A `warmup` counts from the start of training. A worker
-        that is started again later names the new mode.
+        that is started again later names the new mode, or that before: then it takes the new one.
 
         Args:
             mode: As for the constructor: `"ssd(steps=8)"`.

@@ -155,3 +155,51 @@ def test_a_worker_that_begins_behind_a_load_joins_again_behind_it(
                 assert "counts in 1 of 2 slices" not in again.written()
     assert others == [list(range(SAVED + 1, STEPS + 1))] * 2
     assert late[-1] == STEPS
+
+
+def changes_mode(me: Station, is_again: bool) -> tuple[int, str]:
+    """Trains, and changes the mode at a step; returns the first step, and the last mode."""
+    psworker.init()
+    if is_again:
+        me.tell()
+    _, optimizer = make("ssgd")
+    first = optimizer.steps
+    while optimizer.steps < STEPS:
+        if optimizer.steps == SAVED:
+            optimizer.set_mode("od(warmup=0)")
+        step(optimizer)
+        if optimizer.steps == KILLED and not is_again:
+            me.tell()
+            me.hear()
+        if optimizer.steps == EPOCH:
+            psworker.barrier("epoch")
+    mode = mode_of(optimizer)
+    optimizer.close()
+    return first, mode
+
+
+def mode_of(optimizer: Any) -> str:
+    """Returns the name of the mode in the optimizer's state."""
+    return str(optimizer.state_dict()["paceline"]["mode"]).partition("(")[0]
+
+
+@pytest.mark.slow
+def test_a_script_that_changes_the_mode_is_started_again_with_the_mode_that_it_names_first() -> (
+    None
+):
+    """It was refused at each start: the job had another mode by then."""
+    job = new_job()
+    with (
+        Shards(2, lease_s=LEASE_S) as shards,
+        shards.workers(changes_mode, False, num_workers=NUM, job=job) as workers,
+    ):
+        for worker in workers:
+            worker.hear()
+        workers[0].kill()
+        with shards.workers(changes_mode, True, num_workers=NUM, ranks=[0], job=job) as (again,):
+            again.hear()
+            for worker in workers[1:]:
+                worker.tell()
+            (first, mode), *others = results_of([again, *workers[1:]])
+    assert (mode, first >= KILLED) == ("od", True)
+    assert others == [(0, "od")] * (NUM - 1)

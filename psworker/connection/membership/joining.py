@@ -96,6 +96,7 @@ class Known:
     progress: dict[str, int] = field(default_factory=dict)  # Step of each table that the job had.
     rounds: dict[str, int] = field(default_factory=dict)  # The next round of each barrier.
     modes: dict[str, str] = field(default_factory=dict)  # Mode of each table that the job had.
+    former_modes: dict[str, str] = field(default_factory=dict)  # The ones before, if they changed.
     mends: bool = False  # Whether the shards restore a job of which one of them has lost its part.
     continues: bool = False  # Whether the first shard had the job under way.
     anew: bool = False  # Whether the former job had ended there.
@@ -106,7 +107,7 @@ class Known:
         """Adds a shard's answer; the first shard counts the lives and the rounds."""
         self.progress |= {name: step for name, step in reply.progress.items()}
         if is_first:
-            self.modes = dict(reply.modes)
+            self.modes, self.former_modes = dict(reply.modes), dict(reply.former_modes)
             self.life, self.mends = reply.life, reply.mends
             self.continues, self.anew = bool(reply.progress), reply.anew
             self.under_way = reply.under_way
@@ -260,6 +261,7 @@ class Joining:
             "progress": self.known.progress,
             "life": self.known.life,
             "modes": self.known.modes,
+            "former_modes": self.known.former_modes,
             "under_way": self.known.under_way,
             "instances": [link.instance for link in self._links],
         }
@@ -273,6 +275,7 @@ class Joining:
         member.lease_s, self.known.progress = identity["lease_s"], identity["progress"]
         self.known.life, self.known.modes = identity["life"], identity["modes"]
         self.known.under_way = identity["under_way"]
+        self.known.former_modes = identity["former_modes"]
         for link, instance in zip(self._links, identity["instances"], strict=True):
             link.joined(instance, member.rank, member.incarnation)
             link.open(self._data_plane)

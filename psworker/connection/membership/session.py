@@ -193,6 +193,11 @@ class Session:
         known = self._joining.known
         return {name: known.modes.get(name, "") for name in known.progress}
 
+    @property
+    def former_modes(self) -> dict[str, str]:
+        """Mode before the last change of each table whose mode was changed, by name."""
+        return self._joining.known.former_modes
+
     def define(self, spec: TableSpec, *, again: bool = False, adopts: bool = False) -> AgreedTable:
         """Declares a table at every shard; returns it as the job has it.
 

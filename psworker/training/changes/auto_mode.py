@@ -56,16 +56,25 @@ class ModeWish:
             raise ConfigError(f"mode is {mode!r}, and rows are trained beside it: name a mode")
 
     def join(self, session: Session, table: str) -> Rule:
-        """Returns the mode to declare, in a job that may have chosen already.
+        """Returns the mode to declare, in a job that may have chosen or changed it already.
+
+        A script that names the mode before the last change begins in that which the job has now:
+        it calls `set_mode` itself, at a step that the job has behind it.
 
         Raises:
             ConfigError: The job chooses its mode, and workers come and go.
         """
+        now = session.known_tables.get(table, "")
         if not self.is_open:
-            return self.first
+            if not now or session.former_modes.get(table) != str(self.first):
+                return self.first
+            if now != str(self.first) and session.group.is_leader:
+                text = "worker %d takes the mode %s, to which the job has changed from %s"
+                log.warning(text, session.rank, now, self.first)
+            return parse_mode(now)
         if session.min_workers:
             raise ConfigError("mode is 'auto' in a job whose workers come and go: name a mode")
-        return parse_mode(session.known_tables.get(table) or self.first)
+        return parse_mode(now or self.first)
 
     def ask(
         self, table: TrainingTable, inner: torch.optim.Optimizer, *, overlaps: bool
