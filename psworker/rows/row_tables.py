@@ -146,7 +146,7 @@ class RowTables:
         """Uploads the first rows from the lowest rank."""
         self.exchange.follow()
         session, name = self.exchange.session, self.exchange.spec.name
-        is_new = name not in session.known_tables
+        is_new = name not in session.known.tables
         if is_new and any(table.pretrained is not None for table in self._tables):
             # Parts of them are no first rows for anybody.
             bring = functools.partial(self._upload, given=True)

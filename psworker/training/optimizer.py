@@ -199,7 +199,7 @@ class DistributedOptimizer(WorkerFigures, torch.optim.Optimizer):
         )
         session = self._context.session
         first = self._context.next_name(TABLE)
-        name = newest(first, session.known_tables)
+        name = newest(first, session.known.tables)
         if (chosen := self._wish.join(session, name)) != rule:
             rule, plugin = chosen, choose_optimizer(optimizer, chosen, optimizer_on, is_raw=is_raw)
         named, run = self._declaration.named, self._run_in_forward

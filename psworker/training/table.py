@@ -449,7 +449,7 @@ class TrainingTable:
 
     def _follow(self) -> None:
         """Changes to the mode that the others have taken without this worker."""
-        known = self.session.known_tables
+        known = self.session.known.tables
         if self.is_left or next_name(self.name) in known:
             raise gone_on(self.session.job)
         mode = known.get(self.name) or str(self.rule)

@@ -103,6 +103,11 @@ class Known:
     # Whether other workers may have passed what this one's script calls before its first step.
     under_way: bool = False
 
+    @property
+    def tables(self) -> dict[str, str]:
+        """Mode of each table that had made updates, by name."""
+        return {name: self.modes.get(name, "") for name in self.progress}
+
     def add(self, reply: pb.JoinReply, *, is_first: bool) -> None:
         """Adds a shard's answer; the first shard counts the lives and the rounds."""
         self.progress |= {name: step for name, step in reply.progress.items()}

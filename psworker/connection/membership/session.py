@@ -21,7 +21,7 @@ from pscore.table_spec import TableSpec, content_from_proto
 from pscore.types import Origin
 from psworker.connection.accounts.pace import Pace
 from psworker.connection.membership.heartbeats import Heartbeats
-from psworker.connection.membership.joining import JobMember, Joining
+from psworker.connection.membership.joining import JobMember, Joining, Known
 from psworker.connection.membership.mending_wait import MendingWait
 from psworker.connection.membership.passed_calls import PassedCalls
 from psworker.connection.membership.refilling import Refilling
@@ -188,15 +188,9 @@ class Session:
         return self._joining.known.life
 
     @property
-    def known_tables(self) -> dict[str, str]:
-        """Mode of each table that had made updates when this worker joined, by name."""
-        known = self._joining.known
-        return {name: known.modes.get(name, "") for name in known.progress}
-
-    @property
-    def former_modes(self) -> dict[str, str]:
-        """Mode before the last change of each table whose mode was changed, by name."""
-        return self._joining.known.former_modes
+    def known(self) -> Known:
+        """The state of the job when this worker joined."""
+        return self._joining.known
 
     def define(self, spec: TableSpec, *, again: bool = False, adopts: bool = False) -> AgreedTable:
         """Declares a table at every shard; returns it as the job has it.

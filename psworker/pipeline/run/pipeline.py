@@ -282,7 +282,7 @@ class Pipeline:
                 local_group=None,
                 timeline=self._timeline,
             )
-            is_new = not joined_context.session.known_tables
+            is_new = not joined_context.session.known.tables
             optimizer = DistributedOptimizer(optimizer, named, mode=self._rule)
         if saved is not None and (is_new or not self._continues):  # Else the shards are further.
             saved.load_optimizer(optimizer, self._parameter_names())

@@ -64,9 +64,9 @@ class ModeWish:
         Raises:
             ConfigError: The job chooses its mode, and workers come and go.
         """
-        now = session.known_tables.get(table, "")
+        now = session.known.tables.get(table, "")
         if not self.is_open:
-            if not now or session.former_modes.get(table) != str(self.first):
+            if not now or session.known.former_modes.get(table) != str(self.first):
                 return self.first
             if now != str(self.first) and session.group.is_leader:
                 text = "worker %d takes the mode %s, to which the job has changed from %s"

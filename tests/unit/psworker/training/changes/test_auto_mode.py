@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from psworker.connection.membership.joining import Known
 from psworker.training.changes.auto_mode import ModeWish
 
 
@@ -23,8 +24,11 @@ def test_a_worker_declares_the_jobs_mode_if_its_script_names_the_one_before(
     now: str, before: str, named: str, declared: str
 ) -> None:
     session: Any = SimpleNamespace(
-        known_tables={"model": now} if now else {},
-        former_modes={"model": before} if before else {},
+        known=Known(
+            progress={"model": 3} if now else {},
+            modes={"model": now} if now else {},
+            former_modes={"model": before} if before else {},
+        ),
         group=SimpleNamespace(is_leader=True),
         rank=1,
     )
