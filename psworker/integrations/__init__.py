@@ -7,8 +7,10 @@ instance is made.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
+from collections.abc import Iterator
 
 from psworker.job.environment import Environment
 
@@ -20,7 +22,10 @@ PLACES = {
     "LOCAL_WORLD_SIZE": "PACELINE_LOCAL_WORKERS",
     "TORCHELASTIC_RUN_ID": "PACELINE_JOB",
 }
+ADVICE = "loop by optimizer.steps"  # A part of `WorkerRecovery`'s warning.
 DEVICES = "CUDA_VISIBLE_DEVICES"
+
+log = logging.getLogger("paceline")
 
 __all__ = ["hide_launcher"]
 
@@ -47,6 +52,20 @@ def hide_launcher() -> None:
         value = os.environ.pop(name, None)
         if value is not None and (name, value) != ("TORCHELASTIC_RUN_ID", "none"):
             os.environ.setdefault(ours, value)
+
+
+@contextlib.contextmanager
+def counts_steps() -> Iterator[None]:
+    """Context manager: advice to loop by the job's steps is not logged, where a library does so."""
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return ADVICE not in str(record.msg)
+
+    log.addFilter(keeps)
+    try:
+        yield
+    finally:
+        log.removeFilter(keeps)
 
 
 def _has_cuda() -> bool:

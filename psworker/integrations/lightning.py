@@ -17,6 +17,7 @@ from typing import Any
 
 import psworker
 from pscore.rules.base import takes_all
+from psworker.integrations import counts_steps
 
 try:
     from lightning.pytorch import Callback
@@ -55,10 +56,13 @@ class PacelineCallback(Callback):  # type: ignore[misc]
                 "itself; pass devices=1 and num_nodes=1 to Trainer in every worker"
             )
         # A scheduler keeps the plain optimizer, which shares its groups with the wrapper.
-        self._wrappers = trainer.optimizers = [
-            psworker.DistributedOptimizer(optimizer, pl_module.named_parameters(), **self._options)
-            for optimizer in trainer.optimizers
-        ]
+        with counts_steps():
+            self._wrappers = trainer.optimizers = [
+                psworker.DistributedOptimizer(
+                    optimizer, pl_module.named_parameters(), **self._options
+                )
+                for optimizer in trainer.optimizers
+            ]
         trainer.strategy.checkpoint_io = _FirstRankIO()
         if all(takes_all(wrapper.rule) for wrapper in self._wrappers):
             trainer.strategy.precision_plugin.clip_grad_by_norm = _clip_mean

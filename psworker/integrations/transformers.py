@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 import psworker
 from pscore.rules.base import takes_all
+from psworker.integrations import counts_steps
 
 try:
     from transformers import Trainer
@@ -75,9 +76,10 @@ class PacelineTrainer(Trainer):  # type: ignore[misc]
         if self._wrapper is None:
             optimizer = super().create_optimizer(model)
             module = self.model if model is None else model
-            self._wrapper = self.optimizer = psworker.DistributedOptimizer(
-                optimizer, module.named_parameters(), **self._paceline
-            )
+            with counts_steps():
+                self._wrapper = self.optimizer = psworker.DistributedOptimizer(
+                    optimizer, module.named_parameters(), **self._paceline
+                )
         return self._wrapper
 
     def create_scheduler(self, *args: Any, **options: Any) -> Any:
@@ -117,6 +119,24 @@ class PacelineTrainer(Trainer):  # type: ignore[misc]
         epochs, steps = divmod(step, steps_of_epoch)
         batches = 0 if self.args.ignore_data_skip else steps * self.args.gradient_accumulation_steps
         return epochs, batches
+
+    def _prepare_for_training(self, *args: Any, **options: Any) -> Any:
+        """Prepares the training, and loads no state that accelerate only moves to its device.
+
+        The shards have it, and a worker that is started again would wait for the others there.
+        """
+        wrapper = self.create_optimizer() if self._wrapper is None else self._wrapper
+        vars(wrapper)["load_state_dict"] = lambda state_dict: None
+        try:
+            return super()._prepare_for_training(*args, **options)
+        finally:
+            vars(wrapper).pop("load_state_dict", None)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Loads a checkpoint as `Trainer` does, unless the job is beyond its step."""
+        vars(self._wrapper).pop("load_state_dict", None)
+        if not self._first_step:
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def _remember_the_best(self, step: int) -> None:
         """Reads which checkpoint was the best one up to a step, as the former process noted it."""

@@ -242,6 +242,7 @@ def test_a_worker_that_is_started_again_goes_on_with_the_others(
         again = shards.workers(train, tmp_path, 0, ranks=[victim], job=job)
         (workers[victim],) = stack.enter_context(again)
         workers[victim].hear(DEADLINE_S)
+        assert "loop by optimizer.steps" not in workers[victim].written()
         workers[other].tell()
         found = [workers[rank].result(DEADLINE_S) for rank in (victim, other)]
     (steps, rates, ours), (all_steps, all_rates, theirs) = found
