@@ -8,6 +8,7 @@ from functools import partial
 import torch
 
 from pscore.errors import ConfigError
+from pscore.rows.spec import Rows
 from pscore.rules.base import Rule
 from pscore.table_names import BESIDE
 from psworker.connection.membership.session import Session
@@ -37,13 +38,16 @@ def find_rows(
         run: Runs a function; if this worker was declared lost, it rejoins and runs it again.
 
     Raises:
-        ConfigError: A table has no optimizer, or two, or an optimizer has other parameters.
+        ConfigError: A table has no optimizer, or two, or an optimizer has other parameters; or rows
+            cannot be trained in this mode.
     """
     for optimizer in optimizers:
         counterpart(optimizer)
     groups = [group for optimizer in optimizers for group in optimizer.param_groups]
     given = [parameter for group in groups for parameter in group["params"]]
     _require_once(given)
+    if given:
+        Rows(tables=()).require_rule(rule)
     for table in tables_of(given).values():
         if isinstance(table.source, ShardRows):
             raise ConfigError(

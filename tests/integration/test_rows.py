@@ -401,6 +401,14 @@ def declare_wrongly(station: Station) -> list[str]:
                 rows=rows,  # type: ignore[arg-type]
             )
         said.append(str(refused.value))
+    with pytest.raises(psworker.ConfigError) as refused:
+        DistributedOptimizer(
+            torch.optim.SGD(dense, lr=0.1),
+            model.named_parameters(),
+            mode="ssd",
+            rows=torch.optim.SGD([table.weight], lr=0.1),
+        )
+    said.append(str(refused.value))
     rows = torch.optim.SGD([table.weight], lr=0.1)
     inner = torch.optim.SGD(dense, lr=0.1)
     DistributedOptimizer(inner, model.named_parameters(), mode="asgd", rows=rows)
@@ -411,7 +419,8 @@ def declare_wrongly(station: Station) -> list[str]:
 def test_wrong_optimizers_of_rows_are_refused_before_the_job_has_a_table(shards: Shards) -> None:
     with shards.workers(declare_wrongly, num_workers=1, job=new_job()) as (worker,):
         said = worker.result()
-    for message, part in zip(said, ("rows is 3", "no placeholder", "no optimizer"), strict=True):
+    parts = ("rows is 3", "no placeholder", "no optimizer", "rows cannot be trained in ssd")
+    for message, part in zip(said, parts, strict=True):
         assert part in message
 
 
