@@ -61,10 +61,10 @@ class Reports:
                 raise ConfigError(f"tokens is {fresh[TOKENS]:g}, must be 0 or more")
             fresh |= self._count(fresh[TOKENS])
         values = {**self.values, **fresh}
-        count = sum(name not in ADDED for name in values)
-        if count > REPORTED_MAX:
+        names = [name for name in values if name not in ADDED]
+        if len(names) > REPORTED_MAX:
             raise ConfigError(
-                f"report() has {count} names, {REPORTED_MAX} are possible: {', '.join(values)}"
+                f"report() has {len(names)} names, {REPORTED_MAX} are possible: {', '.join(names)}"
             )
         self.values = values
 

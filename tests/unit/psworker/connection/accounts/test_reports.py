@@ -105,3 +105,11 @@ def test_values_that_cannot_be_reported_are_refused(values: dict[str, Any], mess
     with pytest.raises(ConfigError, match=message):
         reports.put(values)
     assert reports.values == {}
+
+
+def test_too_many_names_are_listed_without_those_that_the_worker_computes() -> None:
+    reports = Reports(iter((0.0, 1.0, 2.0)).__next__)
+    for _ in range(2):
+        reports.put({"tokens": 5})
+    with pytest.raises(ConfigError, match=r"17 names, 16 are possible: tokens, n0, .*, n15$"):
+        reports.put({f"n{index}": 1.0 for index in range(16)})
