@@ -401,7 +401,8 @@ def _welcome(job: Job, member: Member, *, came_back: bool) -> None:
     """Prepares a job for a worker that has joined it, perhaps in another one's place."""
     rank = member.rank
     # A job that begins anew may have a worker of the former one, which comes back.
-    member.came_late = bool(member.spent) or job.has_progress or job.life.is_anew
+    has_begun = job.has_progress or any(one.newest for one in job.directories.values())
+    member.came_late = bool(member.spent) or has_begun or job.life.is_anew
     job.barriers.forget(rank)
     for table in job.tables.values():
         table.participants.forget(rank)

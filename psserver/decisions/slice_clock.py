@@ -223,6 +223,11 @@ class SliceClock(SliceState):
             self._workers.newcomers.join(worker)
             self.parking.discard_worker(worker)
 
+    def excuse(self, worker: int) -> None:
+        """Lets no step wait for a worker until it pulls, unless it has pushed here before."""
+        if self._workers.num_counted(worker) == 0:
+            self.welcome(worker)
+
     def knows_pushes(self, worker: int) -> None:
         """Records that the process of a worker has made its pushes itself: it makes none again."""
         self._workers.anew.discard(worker)

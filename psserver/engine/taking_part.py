@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from psserver.decisions import mode_switch
+from psserver.decisions.membership import Member
 from psserver.decisions.participants import ChangeId
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
@@ -61,15 +62,36 @@ def part_with_late(
 
     Args:
         name: Name of the barrier at which the workers of the change meet.
-        rank: The worker of the change that asks; the others wait for its step.
+        rank: One of those; the others wait for its step.
     """
     with engine.lock:
-        members, barrier = job.job.membership.members, job.job.barriers.by_name.get(name)
-        for other in others:
-            late = members.get(other)
-            is_there = barrier is not None and other in barrier.arrived
-            if late is None or is_there or not late.came_late:
-                continue
-            if late.joined_s > members[rank].joined_s:
+        barrier = job.job.barriers.by_name.get(name)
+        for late in _later(job, rank, others):
+            if barrier is None or late.rank not in barrier.arrived:
                 reason = f"it began behind {name}, at which others wait"
-                engine.leave(job.job.name, other, late.incarnation, reason, failed=True)
+                engine.leave(job.job.name, late.rank, late.incarnation, reason, failed=True)
+
+
+def begin_without(
+    engine: Engine, job: RunningJob, name: str, rank: int, others: Iterable[int]
+) -> None:
+    """Lets rounds of a tensor begin without workers that came late, and wait for one in them.
+
+    Args:
+        name: Name of the tensor's table.
+        rank: The worker that waits for the tensor; the others wait for its step.
+    """
+    with engine.lock:
+        tables = [job.job.tables[name]] if name in job.job.tables else []
+        clocks = [clock for table in tables for clock in table.clocks.values()]
+        for late in _later(job, rank, others):
+            for clock in clocks:
+                clock.excuse(late.rank)
+        engine.requests.execute(job, engine.shard.recheck(job.job))
+
+
+def _later(job: RunningJob, rank: int, others: Iterable[int]) -> list[Member]:
+    """Returns those of some workers that came late, and after another one."""
+    members = job.job.membership.members
+    found = (members[other] for other in others if other in members)
+    return [one for one in found if one.came_late and one.joined_s > members[rank].joined_s]

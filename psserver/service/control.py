@@ -40,7 +40,12 @@ from psserver.decisions.shard import TABLES_MAX, require_name
 from psserver.engine import reading
 from psserver.engine.engine import Engine
 from psserver.engine.job import RunningJob
-from psserver.engine.taking_part import come_back, part_with_absent, part_with_late
+from psserver.engine.taking_part import (
+    begin_without,
+    come_back,
+    part_with_absent,
+    part_with_late,
+)
 from psserver.service.barrier_wait import WAIT_S_MAX, wait_at_barrier
 from psserver.service.messages import (
     from_proto,
@@ -444,6 +449,9 @@ class ControlServicer(control_pb2_grpc.ControlServicer):
         """Waits until all workers of the job are here."""
         require_name("barrier", request.name)
         job = self._heard(request)
+        if request.table:
+            begin_without(self._engine, job, request.table, request.worker, request.excuses)
+            return pb.BarrierReply()
         if request.excuses and request.holds:
             part_with_late(self._engine, job, request.name, request.worker, request.excuses)
         elif request.excuses:

@@ -164,8 +164,18 @@ class NamedTensor:
             pull_buffer = PullBuffer(weights=flat[part.start : part.stop], state=[], begins=begins)
             self.exchange.pull(part.index, self.round, self.round, pull_buffer, with_state=False)
             pull_buffers.append(pull_buffer)
-        with self.exchange.session.heartbeats.resting() as rest:
-            self.exchange.answers.meanwhile = rest
+        session = self.exchange.session
+        with session.heartbeats.resting() as rest, session.passed.asked() as passed:
+
+            def meanwhile() -> None:
+                rest()
+                for pushes in list(session.pushes):
+                    if pushes is not self.exchange:  # Its wait is this one.
+                        pushes.answers.meet()
+                if self.group.is_leader:
+                    passed.excuse_at(f"{TENSOR}{self.name}")
+
+            self.exchange.answers.meanwhile = meanwhile
             self.exchange.run(part.index for part in self.layout.slices)
         self.exchange.answers.meanwhile = None
         return pull_buffers

@@ -125,8 +125,12 @@ def test_workers_that_are_all_started_again_wait_for_each_other(mode: str) -> No
             assert all(passed_s >= came_s for _, passed_s in times)
 
 
-def meets_behind_epochs(me: Station, mode: str, call: str, is_late: bool) -> int:
-    """Trains, and meets the others behind each epoch; a late worker joins and begins when told."""
+def meets_behind_epochs(me: Station, mode: str, call: str, stop: int, is_late: bool) -> int:
+    """Trains, and meets the others behind each epoch; a late worker joins and begins when told.
+
+    Args:
+        stop: The step behind which it waits to be told to go on.
+    """
     psworker.init()
     if is_late:
         me.tell()
@@ -134,11 +138,11 @@ def meets_behind_epochs(me: Station, mode: str, call: str, is_late: bool) -> int
     optimizer = make(mode)
     while optimizer.steps < 2 * STEPS:
         step(optimizer)
-        if optimizer.steps == EPOCH + 2 and not is_late:
+        if optimizer.steps == stop and not is_late:
             me.tell()
             me.hear()
         if optimizer.steps % EPOCH == 0:
-            if optimizer.steps == 2 * EPOCH:
+            if optimizer.steps == EPOCH * (stop // EPOCH + 1):
                 me.tell()
             if call == "barrier":
                 psworker.barrier()
@@ -152,19 +156,23 @@ def meets_behind_epochs(me: Station, mode: str, call: str, is_late: bool) -> int
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_elastic", [False, True], ids=["fixed", "elastic"])
+@pytest.mark.parametrize("stop", [2, EPOCH + 2])
 @pytest.mark.parametrize("call", ["barrier", "push_pull"])
 @pytest.mark.parametrize("mode", MODES)
 def test_workers_do_not_wait_for_one_that_begins_behind_them(
-    mode: str, call: str, is_elastic: bool
+    mode: str, call: str, stop: int, is_elastic: bool
 ) -> None:
-    """It waits for their step; they waited for it at a barrier to which it does not come."""
+    """It waits for their step; they waited for it at a barrier to which it does not come.
+
+    Or in the first round of a tensor.
+    """
     job, rank = new_job(), 3 if is_elastic else 1
     elastic = {"PACELINE_MIN_WORKERS": "3", "PACELINE_MAX_WORKERS": "4", "PACELINE_RANK": "-1"}
     env = elastic if is_elastic else {}
     with (
         Shards(2, lease_s=LEASE_S) as shards,
         shards.workers(
-            meets_behind_epochs, mode, call, False, num_workers=NUM, job=job, env=env
+            meets_behind_epochs, mode, call, stop, False, num_workers=NUM, job=job, env=env
         ) as workers,
     ):
         for worker in workers:
@@ -173,7 +181,7 @@ def test_workers_do_not_wait_for_one_that_begins_behind_them(
         if not is_elastic:
             workers[rank].kill()
         with shards.workers(
-            meets_behind_epochs, mode, call, True,
+            meets_behind_epochs, mode, call, stop, True,
             num_workers=NUM + is_elastic, ranks=[rank], job=job, env=env,
         ) as (late,):  # fmt: skip
             late.hear()

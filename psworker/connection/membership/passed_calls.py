@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
@@ -50,6 +51,7 @@ class PassedCalls:
         self._links = links
         self._heartbeats = heartbeats
         self._specs = specs
+        self._next_s = 0.0  # When to ask the next question at a tensor.
         self._beats: list[int] = []  # By shard: heartbeats from which on the answers count.
         self._found: list[str] = []  # Where others wait for it, when it has asked last.
 
@@ -69,7 +71,7 @@ class PassedCalls:
     @contextmanager
     def asked(self) -> Iterator[PassedCalls]:
         """Context manager around a wait in which `ask` is called."""
-        self.places, self.wait_ms = [], FIRST_WAIT_MS
+        self.places, self.wait_ms, self._next_s = [], FIRST_WAIT_MS, 0.0
         self._beats = [link.num_beats + ASKED_BEATS for link in self._links]
         self._member.asks = True
         try:
@@ -84,10 +86,7 @@ class PassedCalls:
         without it; behind its first step it does not leave the others in a change of the job. It
         excuses those that have come later and wait for its step.
         """
-        self._heartbeats.hurry(all_shards=True)
-        self.wait_ms = min(2 * self.wait_ms, WAIT_MS_MAX)
-        answers = zip(self._links, self._beats, strict=True)
-        links = [link for link, beats in answers if link.num_beats >= beats]
+        links = self._ask()
         del request.excuses[:]
         awaited_by = {rank for link in links for rank in link.awaited_by}
         request.excuses.extend(awaited_by)
@@ -99,6 +98,35 @@ class PassedCalls:
             request.withdraws = bool(self.places)
         if request.withdraws:
             del request.excuses[:]
+
+    def excuse_at(self, table: str) -> None:
+        """Asks again once it is time, while this worker waits for a tensor.
+
+        Rounds of the tensor do not wait for those that have come later, and wait for its step.
+        """
+        if time.monotonic() < self._next_s:
+            return
+        links = self._ask()
+        self._next_s = time.monotonic() + self.wait_ms / 1000
+        if awaited_by := {rank for link in links for rank in link.awaited_by}:
+            request = pb.BarrierRequest(
+                job=self._member.job,
+                worker=self._member.rank,
+                incarnation=self._member.incarnation,
+                name=table,
+                withdraws=True,
+                excuses=awaited_by,
+                table=table,
+            )
+            for link in self._links:
+                link.call(link.control.Barrier, request)
+
+    def _ask(self) -> list[Link]:
+        """Asks all shards, and returns those that have answered."""
+        self._heartbeats.hurry(all_shards=True)
+        self.wait_ms = min(2 * self.wait_ms, WAIT_MS_MAX)
+        answers = zip(self._links, self._beats, strict=True)
+        return [link for link, beats in answers if link.num_beats >= beats]
 
     @property
     def _is_free(self) -> bool:

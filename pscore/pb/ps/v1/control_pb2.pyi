@@ -507,7 +507,7 @@ class FetchResidualReply(_message.Message):
     def __init__(self, slices: _Optional[_Iterable[int]] = ..., arrays: _Optional[_Iterable[_Union[Array, _Mapping]]] = ...) -> None: ...
 
 class BarrierRequest(_message.Message):
-    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value", "holds", "withdraws", "excuses")
+    __slots__ = ("job", "worker", "incarnation", "name", "round", "wait_ms", "value", "holds", "withdraws", "excuses", "table")
     JOB_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
@@ -518,6 +518,7 @@ class BarrierRequest(_message.Message):
     HOLDS_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWS_FIELD_NUMBER: _ClassVar[int]
     EXCUSES_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
     job: str
     worker: int
     incarnation: int
@@ -528,7 +529,8 @@ class BarrierRequest(_message.Message):
     holds: bool
     withdraws: bool
     excuses: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ..., holds: bool = ..., withdraws: bool = ..., excuses: _Optional[_Iterable[int]] = ...) -> None: ...
+    table: str
+    def __init__(self, job: _Optional[str] = ..., worker: _Optional[int] = ..., incarnation: _Optional[int] = ..., name: _Optional[str] = ..., round: _Optional[int] = ..., wait_ms: _Optional[int] = ..., value: _Optional[float] = ..., holds: bool = ..., withdraws: bool = ..., excuses: _Optional[_Iterable[int]] = ..., table: _Optional[str] = ...) -> None: ...
 
 class BarrierReply(_message.Message):
     __slots__ = ("done", "waiting_for", "value", "newest")

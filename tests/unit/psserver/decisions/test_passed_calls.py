@@ -2,8 +2,10 @@
 
 from pscore.types import Pull
 from psserver.decisions.passed_calls import NOTHING, have_ended, others_of
+from psserver.decisions.shard import Shard
 from psserver.decisions.worker_reports import ReportedPace
-from tests.unit.psserver.decisions.test_jobs_and_tables import push, ready
+from tests.unit.psserver.decisions.test_directory import peer
+from tests.unit.psserver.decisions.test_jobs_and_tables import LEASE_S, SPEC, member, push, ready
 
 
 def test_a_worker_that_came_late_is_told_where_the_others_wait_for_it() -> None:
@@ -63,6 +65,19 @@ def test_workers_that_end_by_themselves_are_at_the_jobs_end_unless_they_come_and
     assert have_ended(members)
     members.is_elastic = True
     assert not have_ended(members)
+
+
+def test_a_worker_that_joins_when_the_others_have_met_comes_late() -> None:
+    """In a mode without a server the shards may have no update by then."""
+    shard = Shard(0, 1, LEASE_S)
+    job, _ = shard.decide_join("run", 4, member(0), 1)
+    shard.define(job, SPEC)
+    found = job.directory(0)
+    found.arrive(peer(0, -1), 0, [0])
+    for rank in (1, 2):
+        shard.decide_join("run", 4, member(rank), 1)
+        found.arrive(peer(0), found.epoch, [0])
+        assert job.membership.members[rank].came_late == (rank == 2)
 
 
 def test_a_worker_whose_push_is_parked_waits_too() -> None:

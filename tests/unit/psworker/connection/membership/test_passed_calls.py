@@ -24,7 +24,7 @@ def link(**answers: Any) -> Any:
 
 def passed_of(links: list[Any], specs: dict[int, Any], *, came_late: bool = True) -> PassedCalls:
     heartbeats: Any = SimpleNamespace(hurry=lambda all_shards: None)
-    member: Any = SimpleNamespace(asks=False, num_workers=3)
+    member: Any = SimpleNamespace(asks=False, num_workers=3, job="run", rank=0, incarnation=1)
     passed = PassedCalls(member, links, heartbeats, specs)
     passed.came_late = passed.at_start = came_late
     return passed
@@ -96,6 +96,23 @@ def test_a_late_worker_leaves_a_change_of_the_job_only_before_its_first_step() -
             links[0].num_beats += ASKED_BEATS
             passed.ask(request)
         assert request.withdraws == passed.at_start
+
+
+def test_a_worker_that_waits_for_a_tensor_has_late_ones_excused_there() -> None:
+    links, sent = [link(awaited_by=[2]), link(awaited_by=[1, 2])], list[pb.BarrierRequest]()
+    for one in links:
+        one.control = SimpleNamespace(Barrier=None)
+        one.call = lambda _, request: sent.append(request)
+    passed = passed_of(links, {}, came_late=False)
+    with passed.asked():
+        passed.excuse_at("tensor.mean")
+        assert not sent, "no heartbeat has been answered yet"
+    with passed.asked():
+        for one in links:
+            one.num_beats += ASKED_BEATS
+        passed.excuse_at("tensor.mean")
+        passed.excuse_at("tensor.mean")  # It is not time yet.
+    assert [(one.table, sorted(one.excuses)) for one in sent] == [("tensor.mean", [1, 2])] * 2
 
 
 def test_a_worker_that_began_with_the_others_excuses_late_ones_and_waits() -> None:
