@@ -224,7 +224,7 @@ class SliceClock(SliceState):
             self.parking.discard_worker(worker)
 
     def excuse(self, worker: int) -> None:
-        """Lets no step wait for a worker until it pulls, unless it has pushed here before."""
+        """Records that no step waits for a worker until it pulls, unless it has pushed before."""
         if self._workers.num_counted(worker) == 0:
             self.welcome(worker)
 

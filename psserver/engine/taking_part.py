@@ -75,7 +75,7 @@ def part_with_late(
 def begin_without(
     engine: Engine, job: RunningJob, name: str, rank: int, others: Iterable[int]
 ) -> None:
-    """Lets rounds of a tensor begin without workers that came late, and wait for one in them.
+    """Begins rounds of a tensor without workers that came late, and wait for one in them.
 
     Args:
         name: Name of the tensor's table.
