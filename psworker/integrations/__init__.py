@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 
 from psworker.job.environment import Environment
+from psworker.training.changes.recovery import BEGINS_LATE
 
 # Variables of torchrun, and ours that mean the same and come first.
 PLACES = {
@@ -22,7 +23,6 @@ PLACES = {
     "LOCAL_WORLD_SIZE": "PACELINE_LOCAL_WORKERS",
     "TORCHELASTIC_RUN_ID": "PACELINE_JOB",
 }
-ADVICE = "loop by optimizer.steps"  # A part of `WorkerRecovery`'s warning.
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
 log = logging.getLogger("paceline")
@@ -59,7 +59,7 @@ def counts_steps() -> Iterator[None]:
     """Context manager: advice to loop by the job's steps is not logged, where a library does so."""
 
     def keeps(record: logging.LogRecord) -> bool:
-        return ADVICE not in str(record.msg)
+        return record.msg != BEGINS_LATE
 
     log.addFilter(keeps)
     try:

@@ -44,6 +44,10 @@ from psworker.training.table import GlobalState, TrainingTable
 
 log = logging.getLogger("paceline")
 T = TypeVar("T")
+BEGINS_LATE = (
+    "worker %d begins at step %d, where its job is: loop by optimizer.steps, because with a count "
+    "of its own the script makes these steps once more"
+)
 
 
 @dataclass(slots=True)
@@ -237,12 +241,7 @@ class WorkerRecovery:
             self._repeat(start_again)
         session, step = self._table.session, self._table.replica.step
         if session.passed.at_start and step > 0 and session.group.is_leader:
-            log.warning(
-                "worker %d begins at step %d, where its job is: loop by optimizer.steps, because "
-                "with a count of its own the script makes these steps once more",
-                session.rank,
-                step,
-            )
+            log.warning(BEGINS_LATE, session.rank, step)
 
     def _repeat(self, rejoin: Callable[[], None]) -> None:
         """Rejoins, again if this worker is lost meanwhile; a group leaves that to its script."""
