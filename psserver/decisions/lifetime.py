@@ -27,6 +27,7 @@ from psserver.decisions.membership import SUSPECT_SHARE, Member, Membership, Pre
 
 FORMER_MAX = 1024  # Freed jobs whose ends are remembered.
 WORKERS_NAMED = 4  # In a message.
+SPEAKS_S = 5.0  # In which a live worker has spoken to a new process of a shard, at the latest.
 
 
 class Lifetimes:
@@ -308,7 +309,7 @@ def _is_same_run(job: Job, member: Member, ranks: Iterable[int]) -> bool | None:
 
 def _unheard(membership: Membership, member: Member) -> list[int]:
     """Returns other ranks that had no time yet to speak to a new process of the shard."""
-    since_s = member.heard_s - SUSPECT_SHARE * membership.lease_s
+    since_s = member.heard_s - min(SUSPECT_SHARE * membership.lease_s, SPEAKS_S)
     found = [membership.members[rank] for rank in membership.live() if rank != member.rank]
     return [one.rank for one in found if one.is_restored and one.heard_s > since_s]
 

@@ -272,11 +272,11 @@ def test_shards_go_on_where_their_working_directory_was_deleted(tmp_path: Path) 
         started = psserver.run_file()
         folder.rmdir()
         for _ in range(2):
-            (pid,) = live_shards(tmp_path)
             psserver.run("health")
             variables = KEPT | {"PACELINE_SERVERS": ",".join(started["addresses"])}
             trained = warm.run([script], env=variables, timeout=WAIT_S)
             assert trained.returncode == 0, trained.stderr
+            (pid,) = live_shards(tmp_path)
             os.kill(pid, signal.SIGKILL)
             eventually(partial(gone, pid))
     finally:
