@@ -183,11 +183,6 @@ class Session:
         self._member.waits = text
 
     @property
-    def life(self) -> int:
-        """Number of the job's life when this worker joined; all its workers dying ends one."""
-        return self._joining.known.life
-
-    @property
     def known(self) -> Known:
         """The state of the job when this worker joined."""
         return self._joining.known
@@ -527,8 +522,17 @@ class Session:
         Raises:
             PacelineError: The first shard does not answer.
         """
-        first, request = self.links[0], self._member.heartbeat(wants_live=True)
-        return list(first.call(first.control.Heartbeat, request).live)
+        return list(self.beat(wants_live=True).live)
+
+    def beat(self, *, wants_live: bool = False) -> pb.HeartbeatReply:
+        """Returns the first shard's answer to a heartbeat that is not part of the regular ones.
+
+        Raises:
+            PacelineError: The first shard does not answer.
+        """
+        first, request = self.links[0], self._member.heartbeat(wants_live=wants_live)
+        reply: pb.HeartbeatReply = first.call(first.control.Heartbeat, request)
+        return reply
 
     def leave(self, reason: str = "finished", *, failed: bool = False) -> None:
         """Leaves the job at every shard; no worker waits for this one any more.

@@ -79,16 +79,16 @@ def is_lowest_or_passed(session: Session, name: str) -> tuple[bool, list[str]]:
     Raises:
         PacelineError: This worker is no longer part of the job, or a shard does not answer.
     """
+
+    def has_end() -> bool:
+        return bool(session.beat().others_ended)
+
     rank = session.process_rank
     places, largest = session.meet_or_pass(name, PROCESSES_MAX - rank, holds=True)
-    if session.passed.at_start and not places and session.group.led(lambda: _has_end(session)):
+    if session.passed.at_start and not places and session.group.led(has_end):
         session.barrier(name)  # Others may join again.
         places = ["the end of the job"]
     return _holds_lowest(rank, largest), places
-
-
-def _has_end(session: Session) -> bool:
-    return bool(_beat(session).others_ended)
 
 
 def _holds_lowest(rank: int, largest: float) -> bool:
@@ -126,20 +126,7 @@ def is_first(session: Session) -> bool:
     """
     if session.rank == 0:
         return True
-    return int(_beat(session).first) == session.rank
-
-
-def _beat(session: Session) -> pb.HeartbeatReply:
-    """Returns the first shard's answer to a heartbeat that is not part of the regular ones."""
-    request = pb.HeartbeatRequest(
-        job=session.job,
-        worker=session.rank,
-        incarnation=session.incarnation,
-        waiting_for=session.waits,
-    )
-    first = session.links[0]
-    reply: pb.HeartbeatReply = first.call(first.control.Heartbeat, request)
-    return reply
+    return int(session.beat().first) == session.rank
 
 
 def _change(session: Session, request: pb.ChangeRequest, links: Sequence[Link]) -> None:

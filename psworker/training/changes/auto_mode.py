@@ -68,7 +68,7 @@ class ModeWish:
         if not self.is_open:
             if not now or session.known.former_modes.get(table) != str(self.first):
                 return self.first
-            if now != str(self.first) and session.group.is_leader:
+            if session.group.is_leader:
                 text = "worker %d takes the mode %s, to which the job has changed from %s"
                 log.warning(text, session.rank, now, self.first)
             return parse_mode(now)

@@ -38,7 +38,7 @@ class Attempts:
     @property
     def number(self) -> int:
         """The number of the next attempt; larger than those of all attempts before."""
-        step = (self._session.life << CLOCK_BITS) + self._replica.next_push
+        step = (self._session.known.life << CLOCK_BITS) + self._replica.next_push
         if step != self._step:
             self._step, self._attempt = step, 0
         return (self._step << BITS) + self._attempt

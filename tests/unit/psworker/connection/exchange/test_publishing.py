@@ -12,15 +12,13 @@ def test_the_lowest_rank_asks_each_shard_and_others_none() -> None:
 
     def link(shard: int) -> Any:
         begin = SimpleNamespace(Begin=lambda request: asked.append((shard, request)))
-        control = SimpleNamespace(Heartbeat=lambda _: control_pb2.HeartbeatReply(first=1))
-        return SimpleNamespace(
-            publications=begin, control=control, call=lambda method, request: method(request)
-        )
+        return SimpleNamespace(publications=begin, call=lambda method, request: method(request))
 
     links = [link(0), link(1)]
     for rank, is_leader, asks in ((2, True, False), (1, False, False), (1, True, True)):
         session: Any = SimpleNamespace(
-            job="night", rank=rank, incarnation=77, waits="", links=links,
+            job="night", rank=rank, incarnation=77, links=links,
+            beat=lambda: control_pb2.HeartbeatReply(first=1),
             group=SimpleNamespace(is_leader=is_leader),
         )  # fmt: skip
         begin_publication(session, 3, 4)
